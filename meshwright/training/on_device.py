@@ -90,10 +90,12 @@ class AsOnDevice(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        casts = torch.is_autocast_enabled("cpu")
         # Most calls only read a tensor's shape: half a million in a search.
+        if function.__name__ == "__get__":
+            return function(*args)
+        casts = torch.is_autocast_enabled("cpu")
         if not casts and function not in _OURS:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs) if kwargs else function(*args)
         # torch's autocast depends on a tensor's device, and ignores meta tensors.
         if casts and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ def rotation_of(frequencies: Sequence[float], scale: float, positions: Tensor) -
     return Rotation(angles.cos() * scale, angles.sin() * scale)
 
 
+@cache  # a plan makes a model for each recording
 def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
     """Return the angle of each pair per position, float32 [E/2], in radians; and the factor of cosines and sines."""
     # Always on a CPU and in float32, for numbers equal to transformers'.
@@ -92,7 +94,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, cosines.dtype))
+    """Return x [..., E] rotated; cosines and sines are in the wider dtype of x and the tables."""
+    wide = x.to(cosines.dtype)
     first, second = wide.chunk(2, -1)
     y = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
     y1, y2 = y.chunk(2, -1)
@@ -104,7 +107,8 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x [B, T, K, G, E] by the tokens' rotation. The result is contiguous."""
-    cosines, sines = (table[..., None, None, :].to(torch.promote_types(x.dtype, table.dtype)) for table in rotation)
+    wide = torch.promote_types(x.dtype, rotation.cosines.dtype)
+    cosines, sines = (table[..., None, None, :].to(wide) for table in rotation)
     if torch.compiler.is_compiling():
         first, second = x.to(cosines.dtype).chunk(2, -1)
         return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1).to(x.dtype)
