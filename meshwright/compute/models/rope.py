@@ -31,7 +31,7 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(frequencies: Sequence[float], scale: float, positions: Tensor) -> Rotation:
-    """Return the rotation of tokens at `positions` [T] or [B, T]. `frequencies`, `scale`: of inverse_frequencies."""
+    """Return the rotation of tokens at `positions` [T] or [B, T]. `frequencies`, `scale`: of angles_of."""
     given = torch.tensor(frequencies, dtype=torch.float32, device="cpu")
     there = to_device({"frequencies": given}, positions.device)  # the host does not wait for a GPU
     angles = positions.unsqueeze(-1).float() * there["frequencies"]
@@ -39,6 +39,12 @@ def rotation_of(frequencies: Sequence[float], scale: float, positions: Tensor) -
 
 
 @cache  # a plan makes a model for each recording
+def angles_of(rope: PlainRope, width: int) -> tuple[tuple[float, ...], float]:
+    """Return `inverse_frequencies` as numbers."""
+    frequencies, scale = inverse_frequencies(rope, width)
+    return tuple(frequencies.tolist()), scale
+
+
 def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
     """Return the angle of each pair per position, float32 [E/2], in radians; and the factor of cosines and sines."""
     # Always on a CPU and in float32, for numbers equal to transformers'.

@@ -17,7 +17,7 @@ from meshwright.compute.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing
 from meshwright.compute.models.chain import blocks_of
 from meshwright.compute.models.decoder import Decoder, KeyValueCache
 from meshwright.compute.models.feed_forward import FeedForward, experts_of
-from meshwright.compute.models.rope import Rotation, inverse_frequencies, rotation_of
+from meshwright.compute.models.rope import Rotation, angles_of, rotation_of
 from meshwright.compute.models.rotary_section import NormPlaces, RotaryTransformer
 from meshwright.compute.parameters.shard import Initial
 from meshwright.compute.tensor.experts import Dispatch, Experts
@@ -121,8 +121,7 @@ class RotaryDecoder(Decoder):
         """`rotary_width`: number of elements of a head that are rotated. `make_block(layer)` makes a layer's block."""
         super().__init__(chunk or Chunk.whole(model.layers))
         self.embedding_scale = model.embedding_scale
-        angles = (inverse_frequencies(rope, rotary_width) for rope in model.ropes)
-        self.frequencies = [(frequencies.tolist(), scale) for frequencies, scale in angles]
+        self.frequencies = [angles_of(rope, rotary_width) for rope in model.ropes]
         """Angles of each of the model's `ropes`, as numbers: a start on a GPU holds no tensor on the host."""
         # The loss has the mean over layers; layers pass on the sum.
         self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0

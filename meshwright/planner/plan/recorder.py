@@ -257,12 +257,18 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
 
 
+class _Value(NamedTuple):
+    """A result that is no tensor, such as an attention's number of queries."""
+
+    value: int | None
+
+
 @dataclass(slots=True)
 class _Known:
     """The results of an operation on inputs of given shapes, strides and dtypes."""
 
-    results: tuple[Form | int | None, ...] = ()
-    """For each result the form of a new tensor, the index of the returned input, or None. Empty if results share
+    results: tuple[Form | int | _Value, ...] = ()
+    """For each result the form of a new tensor, the index of the returned input, or a value. Empty if results share
     storages: then torch is called each time."""
     kind: type | None = None
     """List or tuple of results; None: a single result."""
@@ -309,10 +315,10 @@ def _known_of(result: Any, given: list[Tensor], before: list[Form]) -> _Known:
     if not (several or isinstance(result, Tensor)):
         return _Known()
     addresses = {x.untyped_storage()._cdata for x in given}
-    made: list[Form | int | None] = []
+    made: list[Form | int | _Value] = []
     for output in result if several else (result,):
-        if output is None:
-            made.append(None)
+        if output is None or isinstance(output, int):
+            made.append(_Value(output))
             continue
         # An input may be given twice, for example as operand and as destination.
         index = next((index for index, x in enumerate(given) if x is output), None)
@@ -391,7 +397,8 @@ class Recorder(LiveBytes):
             return op(*args, **kwargs), known
         made = [
             given[form] if isinstance(form, int)
-            else form and torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+            else form.value if isinstance(form, _Value)
+            else torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
             for form in known.results
         ]  # fmt: skip
         return made[0] if known.kind is None else known.kind(made), known
