@@ -229,6 +229,7 @@ LOOKUPS = frozenset(["embedding", "gather", "index", "index_select", "nll_loss_f
 """Operations that read, of the first tensor, only the bytes of the result."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
 """Operations that read and write, of the first tensor, only the bytes of the last tensor."""
+SCATTERED = LOOKUPS | UPDATES
 WRITES = frozenset(["copy_", "fill_", "zero_"])
 """Operations that overwrite a tensor without reading this tensor."""
 UNREAD = {"nll_loss_backward": 1}
@@ -374,7 +375,15 @@ class Recorder(LiveBytes):
                 return op(*args, **(kwargs or {}))
             given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
             result, known = self._result_of(op, args, kwargs or {}, given)
-            self._note(op, args, kwargs or {}, known, given, *self.follow(given, result))
+            if known is None or not known.results:
+                results, new = self.follow(given, result)
+            else:  # a result with a form is new
+                made = (result,) if known.kind is None else result
+                results = [x for x in made if isinstance(x, Tensor)]
+                new = [x for x, form in zip(made, known.results, strict=True) if type(form) is tuple]
+                for x in new:
+                    self._follow(x)
+            self._note(op, args, kwargs or {}, known, given, results, new)
         return result
 
     def _result_of(
@@ -433,7 +442,7 @@ class Recorder(LiveBytes):
                 kernel = kernel._replace(dtype=self._products, touched_bytes=touched)
             if kernel.kind == "cast" and given[0].stride() != results[0].stride():
                 self._end_row()  # a transposing cast is a separate kernel, after the sums of columns
-            if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
+            if self._fuses_elements and kernel.kind in _FUSED and name not in SCATTERED:
                 if self._row.kernels and self._row.kernels[-1].times != kernel.times:
                     self._end_row()
                 read = {(self.number_of(x), int(x.storage_offset())): _size_bytes(x) for x in given}
@@ -683,7 +692,7 @@ def _kernel(
         kernel_kind = "special"
     elif fresh in RANDOM:
         kernel_kind = "random"
-    elif kernel_kind == "element" and results and name not in LOOKUPS | UPDATES | JOINS:
+    elif kernel_kind == "element" and results and name not in SCATTERED | JOINS:
         kernel_kind = _element_kind(given, results[0])
     return Kernel(kernel_kind, flops, touched, largest, dtype, side, members=members, operation=name)
 
@@ -750,7 +759,7 @@ def _products(
 
 def _size_bytes(x: Tensor) -> int:
     """Return a tensor's bytes, at most the bytes of its storage (an expanded tensor)."""
-    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+    return min(x.nbytes, x.untyped_storage().nbytes())
 
 
 def between(small: float, large: float, share: float) -> float:
