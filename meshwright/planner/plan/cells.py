@@ -38,9 +38,10 @@ from meshwright.planner.plan.space import (
     Tail,
     is_fixed,
     orders_of,
+    own_tail,
+    sizes_of,
     tails_of,
 )  # fmt: skip
-from meshwright.ranks.transports import TransportName
 from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 
 if TYPE_CHECKING:
@@ -51,22 +52,119 @@ Bounded = Literal["cuts", "layers", "model"]
 """The work in a lower bound: the model with two cuts, from models with one cut; layers; the model. A later bound needs
 more recordings."""
 
+_Held = dict[Tail, tuple[HeldStage, ...]]
+_Alone = tuple[str, int, str, bool]
+"""The facts on which a family's memory without activations depends: the name of the changed field, chunks, placement,
+are gradients widened."""
+
+
+@dataclass(eq=False)
+class Bounds:
+    """Lower bounds of seconds in all orders of axes, of the layouts with one size of microbatch; the same for all
+    families that differ in sync, shard and offload only. `links`: Judge.links of these families."""
+
+    judge: Judge
+    config: Config
+    links: tuple[Links, ...]
+    _seconds: dict[tuple[str | int, int, Bounded], float] = field(default_factory=dict)
+    """By recomputation, chunks and the bounded work."""
+    _phases: dict[Tail, float] = field(default_factory=dict)
+    _promising: dict[float, list[Tail]] = field(default_factory=dict)
+    _least: dict[float, float] = field(default_factory=dict)
+    _fast: dict[float, tuple[list[Tail], float]] = field(default_factory=dict)
+
+    @cached_property
+    def tails(self) -> tuple[tuple[Tail, ...], Refused]:
+        """`space.tails_of` of the config."""
+        return self.judge.tails(self.config)
+
+    @cached_property
+    def held(self) -> _Held:
+        """Bytes of activations by tail."""
+        return self.judge.held(self.config)
+
+    @cached_property
+    def shares(self) -> _Held:
+        """Lower bounds of the bytes of activations by tail, from whole layers."""
+        return self.judge.shares(self.config)
+
+    @cached_property
+    def widens(self) -> bool:
+        """True if gradients are float32 sums of half-precision ones."""
+        return self.config.widens_gradients
+
+    @cached_property
+    def recorded(self) -> Collection[int]:
+        """Estimates.recorded_parts of the config."""
+        return self.judge.models.recorded_parts(self.config)
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a layer is recorded for the microbatch's size."""
+        return 0 in self.recorded
+
+    def seconds(self, tail: Tail, bounded: Bounded = "model") -> float:
+        """Return a lower bound of a layout's seconds."""
+        key = tail.recompute, max(CHUNKS, tail.pipeline.chunks), bounded
+        if key not in self._seconds:
+            config, models = tail.of(self.config), self.judge.models
+            if bounded == "cuts":
+                self._seconds[key] = models.least_of_cuts(config, self.links)
+            else:
+                self._seconds[key] = models.least_seconds(config, self.links, layers=bounded == "layers")
+        return self._seconds[key]
+
+    def phase(self, tail: Tail) -> float:
+        """Return a lower bound of the layout's seconds under its own schedule and limit."""
+        if tail not in self._phases:
+            self._phases[tail] = self.judge.models.phase_seconds(tail.of(self.config), self.links)
+        return self._phases[tail]
+
+    def least(self, tail: Tail, cutoff: float) -> float:
+        """Return the first bound of a layout's seconds that is `cutoff` or more; else the bound from the whole
+        model."""
+        seconds = 0.0
+        for bounded in get_args(Bounded):
+            seconds = self.seconds(tail, bounded)
+            if seconds >= cutoff:
+                break
+        return seconds
+
+    def least_of_own(self, cutoff: float) -> float:
+        """Return `least` of the config's own choices after the microbatch."""
+        if cutoff not in self._least:
+            self._least[cutoff] = self.least(own_tail(self.config), cutoff)
+        return self._least[cutoff]
+
+    def promising(self, cutoff: float) -> list[Tail]:
+        """Return the tails with a bound below `cutoff` without a recording of the cut layer."""
+        if cutoff not in self._promising:
+            self._promising[cutoff] = [tail for tail in self.tails[0] if self.seconds(tail, "cuts") < cutoff]
+        return self._promising[cutoff]
+
+    def fast(self, cutoff: float) -> tuple[list[Tail], float]:
+        """Return the tails with all bounds below `cutoff` without recomputation, which needs no recording of recomputed
+        attention; and the lowest bound of any tail."""
+        if cutoff not in self._fast:
+            least = {keeper: self.least(keeper, cutoff) for keeper in dict.fromkeys(map(Tail.keeping, self.tails[0]))}
+            fast = {keeper for keeper in least if least[keeper] < cutoff and self.is_fast_phase(keeper, cutoff)}
+            left = [tail for tail in self.tails[0] if tail.keeping() in fast]
+            self._fast[cutoff] = left, min(least.values(), default=math.inf)
+        return self._fast[cutoff]
+
+    def is_fast_phase(self, tail: Tail, cutoff: float) -> bool:
+        """Return True if the bound under the layout's own schedule is below `cutoff`."""
+        return cutoff == math.inf or self.phase(tail) < cutoff
+
 
 @dataclass
-class Least:
-    """Lower bounds of seconds in all orders of axes."""
+class Table:
+    """Bounds by size of microbatch. `legal`: of legal sizes, once known. `refused`: the first broken rule by tensor
+    kind."""
 
-    bounds: dict[tuple[str | int, int, TransportName, Bounded], float] = field(default_factory=dict)
-    """By recomputation, chunks, transport and the bounded work."""
-    phases: dict[tuple[Tail, TransportName], float] = field(default_factory=dict)
-    """Seconds of the pipeline phase, by tail and transport."""
-    fast: dict[tuple[float, TransportName, tuple[Tail, ...]], tuple[float, list[Tail]]] = field(default_factory=dict)
-    """By cutoff, transport and tails: the lowest bound of any tail, and the tails with bounds below the cutoff."""
-
-
-_Held = dict[Tail, tuple[HeldStage, ...]]
-_Alone = dict[tuple[str, int, str, bool], tuple[Memory, int]]
-"""Memory without activations, by (name of the changed field, chunks, placement, are gradients widened)."""
+    bounds: dict[int, Bounds] = field(default_factory=dict)
+    legal: tuple[Bounds, ...] | None = None
+    refused: Refused = field(default_factory=dict)
 
 
 @dataclass
@@ -76,17 +174,31 @@ class Judge:
     job: SearchJob
     models: Estimates
 
+    def sizes(self, family: Config) -> tuple[tuple[Bounds, ...], Refused]:
+        """Return bounds for each legal size of the family's microbatch, and the first broken rule by tensor kind."""
+        table = self.table(family, self.links_of(family))
+        if table.legal is None:
+            table.legal = tuple(self.bounds(sized) for sized in sizes_of(family, self.job, table.refused))
+        return table.legal, table.refused
+
+    def bounds(self, config: Config) -> Bounds:
+        """Return the bounds of a config with a size of microbatch."""
+        links = self.links_of(config)
+        table = self.table(config, links)
+        if config.micro not in table.bounds:
+            table.bounds[config.micro] = Bounds(self, config, links)
+        return table.bounds[config.micro]
+
     @remembered(
-        *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
-        "layout.pipeline.head", "layout.ranks_per_node",
+        *PARTS, "batch.global_", "memory.recompute", "layout.data.size", "layout.pipeline", "layout.ranks_per_node",
     )  # fmt: skip
-    def bound(self, config: Config, chunks: int, transport: TransportName, bounded: Bounded) -> float:
-        """Return the lower bound of a layout's seconds over all orders of the axes."""
-        config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
-        links = self.links(config)
-        if bounded == "cuts":
-            return self.models.least_of_cuts(config, links)
-        return self.models.least_seconds(config, links, layers=bounded == "layers")
+    def table(self, config: Config, links: tuple[Links, ...]) -> Table:
+        """Return a table to fill, equal for all syncs, shards and offloads with these links."""
+        return Table()
+
+    def links_of(self, config: Config) -> tuple[Links, ...]:
+        """Return `links` of a config with the transport of a run on the cluster."""
+        return self.links(with_field(config, "layout.transport", transport_on(self.job.cluster, config)))
 
     @remembered(
         *LAYER, "model", "bits", "layout.pipeline.size", "layout.pipeline.head", "layout.data.size",
@@ -97,13 +209,6 @@ class Judge:
         links = self.models.links_of_layer
         orders = (links(with_field(config, "layout.order", order)) for order in orders_of(config, self.job))
         return tuple(dict.fromkeys(orders))
-
-    @remembered(
-        *PARTS, "batch", "layout.data.size", "layout.data.shard", "layout.pipeline.size", "layout.ranks_per_node",
-    )  # fmt: skip
-    def least(self, config: Config) -> Least:
-        """Return tables to fill, equal for all syncs and offloads."""
-        return Least()
 
     @remembered(*PARTS, "micro", "num_microbatches", "layout.pipeline.size")
     def held(self, config: Config) -> _Held:
@@ -134,45 +239,16 @@ class Judge:
         return tuple(name for name in free if self.job.is_known(name, SAVINGS[name]))
 
 
-@dataclass
-class Cell:
-    """Layouts with the choices of `config` up to the microbatch, each given by a tail. `alone`: memory without
-    activations, shared by the whole family."""
+@dataclass(eq=False)
+class Family:
+    """Layouts with equal choices up to the microbatch's size. `strategy`: evaluator.strategy_of. `alone`: memory
+    without activations; `least_alone`: lower bounds of the bytes of `alone`."""
 
     judge: Judge
     config: Config
-    alone: _Alone = field(default_factory=dict)
-    least_alone: dict[tuple[str, int, str, bool], float] = field(default_factory=dict)
-    """Lower bounds of the bytes of `alone`, shared by the whole family."""
-    lowest: float = math.inf
-    """The lowest bound of seconds computed so far."""
-    _for_nothing: dict[str | int, bool] = field(default_factory=dict)
-    _memory: dict[tuple[Tail, str, str], Memory] = field(default_factory=dict)
-
-    @cached_property
-    def least(self) -> Least:
-        """Lower bounds of seconds."""
-        return self.judge.least(self.config)
-
-    @cached_property
-    def transport(self) -> TransportName:
-        """The carrier of messages."""
-        return transport_on(self.judge.job.cluster, self.config)
-
-    @cached_property
-    def held(self) -> _Held:
-        """Bytes of activations by tail."""
-        return self.judge.held(self.config)
-
-    @cached_property
-    def shares(self) -> _Held:
-        """Lower bounds of the bytes of activations by tail, from whole layers."""
-        return self.judge.shares(self.config)
-
-    @cached_property
-    def widens(self) -> bool:
-        """True if gradients are float32 sums of half-precision ones."""
-        return self.config.widens_gradients
+    strategy: str
+    alone: dict[_Alone, tuple[Memory, int]] = field(default_factory=dict)
+    least_alone: dict[_Alone, float] = field(default_factory=dict)
 
     @cached_property
     def offloads_late(self) -> bool:
@@ -180,75 +256,61 @@ class Cell:
         that does step on arrival may be faster than an optimizer on the device."""
         return self.config.memory.offload.to != SAVINGS[OFFLOAD] and not streams(self.config)
 
-    def bound(self, tail: Tail, bounded: Bounded = "model") -> float:
-        """Return a lower bound of the layout's seconds in any order of axes."""
-        chunks = max(CHUNKS, tail.pipeline.chunks)
-        key = tail.recompute, chunks, self.transport, bounded
-        if key not in self.least.bounds:
-            config = with_field(self.config, RECOMPUTE, tail.recompute)
-            self.least.bounds[key] = self.judge.bound(config, *key[1:])
-        return self.least.bounds[key]
 
-    def phase(self, tail: Tail) -> float:
-        """Return a lower bound of the layout's seconds under its own schedule and limit, in any order of axes."""
-        key = tail, self.transport
-        if key not in self.least.phases:
-            config = with_field(tail.of(self.config), "layout.transport", self.transport)
-            self.least.phases[key] = self.judge.models.phase_seconds(config, self.judge.links(config))
-        return self.least.phases[key]
+@dataclass(eq=False)
+class Cell:
+    """The layouts of a family with one size of microbatch, each given by a tail."""
 
-    def is_fast(self, tail: Tail, cutoff: float, *, phase: bool = False) -> bool:
-        """Return True if the lower bound of the layout's seconds is below `cutoff`. `phase`: the bound under the
-        layout's own schedule must be below `cutoff`, too."""
-        seconds = 0.0
-        for bounded in get_args(Bounded):
-            seconds = self.bound(tail, bounded)
-            if seconds >= cutoff:
-                break
-        self.lowest = min(seconds, self.lowest)
-        return seconds < cutoff and (not phase or cutoff == math.inf or self.phase(tail) < cutoff)
+    family: Family
+    bounds: Bounds
+    _for_nothing: dict[str | int, bool] = field(default_factory=dict)
+    _memory: dict[tuple[Tail, str, str], Memory] = field(default_factory=dict)
+    _fits: dict[tuple[Tail, str, str], bool] = field(default_factory=dict)
 
-    def fast(self, tails: tuple[Tail, ...], cutoff: float) -> list[Tail]:
-        """Return the tails with bounds below `cutoff` without recomputation, which needs no recording of recomputed
-        attention."""
-        key = cutoff, self.transport, tails
-        if key not in self.least.fast:
-            keepers = dict.fromkeys(tail.keeper or tail for tail in tails)
-            fast = {keeper: self.is_fast(keeper, cutoff, phase=True) for keeper in keepers}
-            self.least.fast[key] = self.lowest, [tail for tail in tails if fast[tail.keeper or tail]]
-        lowest, left = self.least.fast[key]
-        self.lowest = min(lowest, self.lowest)
-        return left
+    @cached_property
+    def judge(self) -> Judge:
+        """The family's judge."""
+        return self.family.judge
+
+    @cached_property
+    def config(self) -> Config:
+        """The choices up to the microbatch's size."""
+        return with_field(self.family.config, "batch.micro", self.bounds.config.batch.micro)
 
     def without_activations(self, tail: Tail, field: str = "", value: str = "") -> tuple[Memory, int]:
         """Return Estimates.alone_memory of the layout, or of the same layout with another value of a field."""
-        key = field, tail.pipeline.chunks, tail.pipeline.placement, self.widens
-        if key not in self.alone:
+        key, known = self._alone_key(tail, field), self.family.alone
+        if key not in known:
             config = tail.of(self.config)
-            self.alone[key] = self.judge.models.alone_memory(with_field(config, field, value) if field else config)
-        return self.alone[key]
+            known[key] = self.judge.models.alone_memory(with_field(config, field, value) if field else config)
+        return known[key]
 
     def least_bytes(self, tail: Tail, field: str = "", value: str = "", *, recorded: bool = True) -> float:
         """Return a lower bound of the bytes of `memory`, without buckets. `recorded` False: also without a recording of
         the cut layer."""
-        if not recorded and tail not in self.shares:
-            self.shares[tail] = self.judge.models.least_activations(tail.of(self.config))
-        stages = self.activations(tail) if recorded else self.shares[tail]
+        shares = self.bounds.shares
+        if not recorded and tail not in shares:
+            shares[tail] = self.judge.models.least_activations(tail.of(self.bounds.config))
+        stages = self.activations(tail) if recorded else shares[tail]
         return least_total(self.alone_bytes(tail, field, value), stages)
 
     def alone_bytes(self, tail: Tail, field: str = "", value: str = "") -> float:
         """Return a lower bound of the bytes of `without_activations`, without buckets."""
-        key = field, tail.pipeline.chunks, tail.pipeline.placement, self.widens
-        if key not in self.least_alone:
+        key, known = self._alone_key(tail, field), self.family.least_alone
+        if key not in known:
             config = tail.of(self.config)
-            self.least_alone[key] = self.judge.models.least_alone(with_field(config, field, value) if field else config)
-        return self.least_alone[key]
+            known[key] = self.judge.models.least_alone(with_field(config, field, value) if field else config)
+        return known[key]
+
+    def _alone_key(self, tail: Tail, field: str) -> _Alone:
+        return field, tail.pipeline.chunks, tail.pipeline.placement, self.bounds.widens
 
     def activations(self, tail: Tail) -> tuple[HeldStage, ...]:
         """Return Estimates.held_activations of the layout."""
-        if tail not in self.held:
-            self.held[tail] = self.judge.models.held_activations(tail.of(self.config))
-        return self.held[tail]
+        held = self.bounds.held
+        if tail not in held:
+            held[tail] = self.judge.models.held_activations(tail.of(self.bounds.config))
+        return held[tail]
 
     def memory(self, tail: Tail, field: str = "", value: str = "") -> Memory:
         """Return Estimates.estimated_memory of the layout, or of the same layout with another value of a field."""
@@ -262,11 +324,19 @@ class Cell:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
         setting = tail.recompute
         if setting not in self._for_nothing:
-            config = with_field(self.config, RECOMPUTE, setting)
+            config = with_field(self.bounds.config, RECOMPUTE, setting)
             self._for_nothing[setting] = self.judge.models.recomputes_for_nothing(config)
         return self._for_nothing[setting]
 
     def fits(self, tail: Tail, field: str = "", value: str = "") -> bool:
+        """Return True if the estimated memory of the layout fits, or of the same layout with another value of a
+        field."""
+        key = tail, field, value
+        if key not in self._fits:
+            self._fits[key] = self._is_within(*key)
+        return self._fits[key]
+
+    def _is_within(self, tail: Tail, field: str, value: str) -> bool:
         cluster = self.judge.job.cluster
         if self.least_bytes(tail, field, value) > cluster.device.memory_bytes:
             return False
@@ -285,7 +355,12 @@ class Cell:
             return bool(full) and with_field(tail.of(self.config), name, SAVINGS[name]) in full
 
         for name in self.judge.left_out:
-            if name == OFFLOAD and self.offloads_late and not is_full(name) and self.fits(tail, name, SAVINGS[name]):
+            if (
+                name == OFFLOAD
+                and self.family.offloads_late
+                and not is_full(name)
+                and self.fits(tail, name, SAVINGS[name])
+            ):
                 return True
             if name == RECOMPUTE and tail.keeper is not None and not is_full(name) and self.fits(tail.keeper):
                 return True

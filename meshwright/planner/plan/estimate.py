@@ -7,7 +7,7 @@ pipeline. Recomputation is not recorded, but computed: a longer backward pass an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from operator import le, truediv
@@ -280,9 +280,9 @@ class Estimates:
         least, offloads = self._least.of_weights(config, self._partition(config)), config.memory.offload.to != "none"
         return least.weights + (0.0 if offloads else least.states) + self.planner.site.context(config)
 
-    def is_recorded(self, config: Config) -> bool:
-        """Return True if a layer is recorded for the microbatch's size."""
-        return 0 in self.parts.untimed(config)
+    def recorded_parts(self, config: Config) -> Collection[int]:
+        """Return the positions of parts recorded for the microbatch's size; later recordings add positions."""
+        return self.parts.untimed(config)
 
     def least_activations(self, config: Config) -> tuple[HeldStage, ...]:
         """Return lower bounds of held_activations, from recordings of whole layers."""

@@ -12,7 +12,7 @@ from meshwright.compute.tensor.section import Whole
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import divisors, with_field
-from meshwright.planner.plan.cells import Cell, Judge
+from meshwright.planner.plan.cells import Cell, Family, Judge
 from meshwright.planner.plan.logits import with_smaller_chunks
 from meshwright.planner.plan.memory import Memory, fits, lacks_host, verdict
 from meshwright.planner.plan.space import (
@@ -20,11 +20,10 @@ from meshwright.planner.plan.space import (
     SearchJob,
     Tail,
     ordered,
+    own_tail,
     ranks_of_layer,
     savings,
-    sizes_of,
 )
-from meshwright.strategies.memory.section import KEEPS_ALL
 
 if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
@@ -98,17 +97,19 @@ class SearchState:
         both = filter(None, (self.nearly_fits, later.nearly_fits))
         self.nearly_fits = min(both, key=lambda pair: pair[0], default=None)
 
-    def count(self, config: Config, *, slow: bool = False) -> None:
-        """Count one layout. `slow`: count one layout, or a whole group, as above the cutoff."""
-        self.legal += 1
+    def count(self, config: Config, *, slow: bool = False, times: int = 1) -> None:
+        """Count layouts of a family. `slow`: each is one layout, or a whole group, above the cutoff."""
+        if not times:
+            return
+        self.legal += times
         self.kinds.add(config.layout.tensor.kind)
         if slow:
             self.slow.add(strategy_of(config))
 
-    def note_least(self, cell: Cell) -> None:
-        """Keep the lowest bound of the cell's layouts for the cut of the layer."""
-        layer = cell.config.layout.layer
-        self.least[layer] = min(cell.lowest, self.least.get(layer, cell.lowest))
+    def note_least(self, family: Config, least: float) -> None:
+        """Keep the lowest bound of seconds for the cut of the layer."""
+        layer = family.layout.layer
+        self.least[layer] = min(least, self.least.get(layer, least))
 
     def include_runner_up(self, runner_up: RunnerUp) -> None:
         """Keep the layout that lacks the least memory; of two equal ones, the earlier."""
@@ -133,20 +134,23 @@ class Evaluator:
         if not self.keep(family.layout):
             return
         has_room: bool | None = None
-        whole, memory_bytes = Cell(self._judge, family), self.job.cluster.device.memory_bytes
-        for sized in sizes_of(family, self.job, found.refused):
-            cell = Cell(self._judge, sized, whole.alone, whole.least_alone)
-            if self._needs_no_recording(cell, found, cutoff):
+        whole, memory_bytes = Family(self._judge, family, strategy_of(family)), self.job.cluster.device.memory_bytes
+        every, problems = self._judge.sizes(family)
+        found.refused = problems | found.refused
+        for bounds in every:
+            cell = Cell(whole, bounds)
+            if not bounds.is_recorded and self._needs_no_recording(cell, found, cutoff):
                 continue
-            if not self._may_be_fast(cell, _own_tail(sized), found, cutoff):
+            least = bounds.least_of_own(cutoff)
+            found.note_least(family, least)
+            if least >= cutoff:
+                found.count(family, slow=True)
                 continue
-            tails, refused = self._judge.tails(sized)
-            for problem in refused.values():
-                found.refused.setdefault(family.layout.tensor.kind, problem)
-            left = cell.fast(tails, cutoff)
-            found.note_least(cell)
-            for _ in range(len(tails) - len(left)):
-                found.count(sized, slow=True)
+            tails, problems = bounds.tails
+            found.refused = problems | found.refused
+            left, least = bounds.fast(cutoff)
+            found.note_least(family, least)
+            found.count(family, slow=True, times=len(tails) - len(left))
             for tail in left:
                 if cell.waits(tail):
                     continue
@@ -154,14 +158,14 @@ class Evaluator:
                 # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
                     largest = with_field(family, "batch.micro", family.replica_batch)
-                    widest = Cell(self._judge, largest, whole.alone, whole.least_alone), _own_tail(largest)
+                    widest = Cell(whole, self._judge.bounds(largest)), own_tail(largest)
                     has_room = widest[0].alone_bytes(widest[1]) <= memory_bytes or self._has_room(*widest, found)
                 if not has_room:
                     return
                 # Memory does not depend on the order of axes: one estimate serves all orders that follow.
                 memory = self._room(cell, tail, found, cutoff)
                 if memory is not None:
-                    for config in ordered(tail.of(sized), self.job, found.refused):
+                    for config in ordered(tail.of(cell.config), self.job, found.refused):
                         self._estimate(config, memory, found, cutoff)
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
@@ -182,13 +186,14 @@ class Evaluator:
         waiting, seen = [config], {config}
         while waiting:
             for saving in savings(waiting.pop(), self.job):
-                cell, tail = Cell(self._judge, saving), _own_tail(saving)
+                whole = Family(self._judge, saving, strategy_of(saving))
+                cell, tail = Cell(whole, self._judge.bounds(saving)), own_tail(saving)
                 if saving in seen or cell.waits(tail, full):
                     continue
                 seen.add(saving)
                 if not cell.fits(tail):
                     waiting.append(saving)
-                if not self._may_be_fast(cell, tail.keeper or tail, found, cutoff, phase=True):
+                if not self._may_be_fast(cell, tail.keeping(), found, cutoff):
                     continue
                 memory = self._room(cell, tail, found, cutoff)
                 if memory is not None:
@@ -224,25 +229,25 @@ class Evaluator:
         prediction = self.models.planner.predict(config)
         return next((memory for memory in prediction.memory if not fits(memory, self.job.cluster)), prediction)
 
-    def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float, *, phase: bool = False) -> bool:
-        """Return True if the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`.
-        `phase`: the bound under the layout's own schedule must be below `cutoff`, too."""
-        fast = cell.is_fast(tail, cutoff, phase=phase)
-        found.note_least(cell)
+    def _may_be_fast(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> bool:
+        """Return True if the lower bounds of a layout's seconds, over all orders of its axes, are below `cutoff`."""
+        least = cell.bounds.least(tail, cutoff)
+        found.note_least(cell.family.config, least)
+        fast = least < cutoff and cell.bounds.is_fast_phase(tail, cutoff)
         if not fast:
-            found.count(cell.config, slow=True)
+            found.count(cell.family.config, slow=True)
         return fast
 
     def _room(self, cell: Cell, tail: Tail, found: SearchState, cutoff: float) -> Memory | None:
         """Return the estimated memory of a layout that may be fast without recomputation. Return None if the memory
         does not fit or no order of axes can be below `cutoff`."""
         if tail.keeper is not None and (
-            cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff, phase=True)
+            cell.recomputes_for_nothing(tail) or not self._may_be_fast(cell, tail, found, cutoff)
         ):
             return None
         if self._lacks_room(cell, tail, found):
             found.unfit += 1
-            found.count(cell.config)
+            found.count(cell.family.config)
             return None
         # Weights are checked first: cheaper to count than activations, and often enough to rule out a family.
         if not self._has_room(cell, tail, found) or cell.gathers_for_nothing(tail):
@@ -256,7 +261,7 @@ class Evaluator:
         nearly = memory.total <= most and not lacks_host(memory, self.job.cluster)
         # The bound is compared first, since this needs no config.
         fastest = found.nearly_fits[0] if found.nearly_fits else math.inf
-        if nearly and cell.bound(tail) < fastest:
+        if nearly and cell.bounds.seconds(tail) < fastest:
             config = tail.of(cell.config)
             seconds = self.models.estimated_seconds(config)
             if seconds < fastest:
@@ -265,30 +270,26 @@ class Evaluator:
 
     def _needs_no_recording(self, cell: Cell, found: SearchState, cutoff: float) -> bool:
         """Return True, and count the cell, if bounds without a recording of the cut layer rule all layouts out: without
-        recomputation by memory, with recomputation by seconds. False for a recorded layer."""
-        if self.models.is_recorded(cell.config):
+        recomputation by memory, with recomputation by seconds."""
+        promising = cell.bounds.promising(cutoff)
+        if not all(self._lacks_room(cell, tail, found, recorded=False) for tail in promising):
             return False
-        slow = False
-        for tail in self._judge.tails(cell.config)[0]:
-            if cell.bound(tail, "cuts") >= cutoff:
-                slow = True
-            elif not self._lacks_room(cell, tail, found, recorded=False):
-                return False
+        slow = len(promising) < len(cell.bounds.tails[0])
         found.unfit += not slow
-        found.count(cell.config, slow=slow)
+        found.count(cell.family.config, slow=slow)
         return True
 
     def _lacks_room(self, cell: Cell, tail: Tail, found: SearchState, *, recorded: bool = True) -> bool:
         """Return True if a lower bound of the memory does not fit, and this memory cannot change the answer: another
         layout of the strategy lacks less, and this layout does not nearly fit or a faster one does. `recorded` False:
         the cut layer has no recording."""
-        size, known = cell.least_bytes(tail, recorded=recorded), found.closest.get(strategy_of(cell.config))
+        size, known = cell.least_bytes(tail, recorded=recorded), found.closest.get(cell.family.strategy)
         room = self.job.cluster.device.memory_bytes
         if size <= room or known is None or not known.whole or size < known.memory.total:
             return False
         if size > (1 + MAX_EXCESS_SHARE) * room:
             return True
-        bound = cell.bound(tail, "model" if recorded else "cuts")
+        bound = cell.bounds.seconds(tail, "model" if recorded else "cuts")
         return found.nearly_fits is not None and bound >= found.nearly_fits[0]
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
@@ -302,17 +303,11 @@ class Evaluator:
 
     def _does_not_fit(self, cell: Cell, tail: Tail, memory: Memory, found: SearchState, *, whole: bool) -> None:
         """Count a layout that does not fit, and keep the layout of each strategy that lacks the least memory."""
-        found.count(cell.config)
-        strategy = strategy_of(cell.config)
+        found.count(cell.family.config)
+        strategy = cell.family.strategy
         known = found.closest.get(strategy)
         if known is None or (not whole, memory.total) < known.excess:
             found.closest[strategy] = RunnerUp(strategy, tail.of(cell.config), memory, whole)
-
-
-def _own_tail(config: Config) -> Tail:
-    """Return a config's own choices after the microbatch."""
-    keeper = Tail(config.layout.pipeline, KEEPS_ALL, None)
-    return Tail(keeper.pipeline, config.memory.recompute, keeper) if config.memory.policy.recomputes else keeper
 
 
 def strategy_of(config: Config) -> str:

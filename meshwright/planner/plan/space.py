@@ -111,6 +111,10 @@ class Tail:
     recompute: str | int
     keeper: Tail | None
 
+    def keeping(self) -> Tail:
+        """Return the same choices without recomputation."""
+        return self.keeper or self
+
     def of(self, sized: Config) -> Config:
         """Apply these choices to a config."""
         layout = sized.layout.model_copy(update={"pipeline": self.pipeline})
@@ -144,6 +148,12 @@ def tails_of(sized: Config, job: SearchJob) -> tuple[tuple[Tail, ...], Refused]:
         keeper = keepers.setdefault(pipeline, Tail(pipeline, KEEPS_ALL, None))
         tails.append(Tail(pipeline, memory.recompute, keeper) if memory.policy.recomputes else keeper)
     return tuple(tails), refused
+
+
+def own_tail(config: Config) -> Tail:
+    """Return a config's own choices after the microbatch."""
+    keeper = Tail(config.layout.pipeline, KEEPS_ALL, None)
+    return Tail(keeper.pipeline, config.memory.recompute, keeper) if config.memory.policy.recomputes else keeper
 
 
 def ordered(layout: Config, job: SearchJob, refused: Refused) -> Iterator[Config]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,8 @@ class MadeUp:
     def least_alone(self, config: Config) -> float:
         return 0.9 * self.weights_memory(config).total
 
-    def is_recorded(self, config: Config) -> bool:
-        return config.batch.micro != 1
+    def recorded_parts(self, config: Config) -> Collection[int]:
+        return (0,) if config.batch.micro != 1 else ()
 
     def least_activations(self, config: Config) -> tuple[HeldStage, ...]:
         return tuple(HeldStage(0.0, 0.8 * peak_bytes, 1.0) for _, peak_bytes, _ in self.held_activations(config))

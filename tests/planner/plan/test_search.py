@@ -21,7 +21,7 @@ from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.output.outputs import refuse_existing
 from meshwright.planner.plan.answer import answer
-from meshwright.planner.plan.cells import Cell, Judge
+from meshwright.planner.plan.cells import Cell, Family, Judge
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
@@ -151,16 +151,16 @@ def test_bounds_without_recordings_are_below_estimates(words: tuple[str, ...]) -
     judge = Judge(job, models)
     every = list(families(job, {}))
     for family in random.Random(5).sample(every, min(24, len(every))):
-        sized = random.Random(1).choice(list(sizes_of(family, job, {})))
-        tails, _ = judge.tails(sized)
-        config = random.Random(2).choice(tails).of(sized)
+        sizes, _ = judge.sizes(family)
+        cell = Cell(Family(judge, family, strategy_of(family)), random.Random(1).choice(sizes))
+        config = random.Random(2).choice(cell.bounds.tails[0]).of(cell.config)
         cuts.add(config.layout.layer)
         assert models.least_alone(config) <= models.alone_memory(config)[0].total, layout_text(config)
         held = models.held_activations(config)
         for least, stage in zip(models.least_activations(config), held, strict=True):
             assert least.peak_bytes <= 1.0001 * stage.peak_bytes, layout_text(config)
         assert least_total(models.least_alone(config), held) <= 1.0001 * models.estimated_memory(config).total, config
-        links = judge.links(config)
+        links = cell.bounds.links
         assert models.least_of_cuts(config, links) <= 1.0001 * models.least_seconds(config, links), layout_text(config)
     assert len(cuts) >= min(6, len({family.layout.layer for family in every}))
 
@@ -181,12 +181,15 @@ def test_a_layer_is_not_recorded_if_memory_or_recomputation_rules_it_out() -> No
     evaluator.evaluate_family(half, found)
     cutoff = 1.05 * min(queued.seconds for queued in found.queue)
     evaluator.evaluate_family(eighth, found, cutoff)
-    left_out = [sized for sized in sizes_of(eighth, job, {}) if not models.is_recorded(sized)]
+    left_out = [sized.micro for sized in sizes_of(eighth, job, {}) if 0 not in models.recorded_parts(sized)]
     assert left_out
     judge = Judge(job, Estimates(Planner(job.cluster)))
-    for cell in (Cell(judge, sized) for sized in left_out):
-        tails, _ = judge.tails(cell.config)
-        assert not any(cell.fits(tail) and cell.is_fast(tail, cutoff, phase=True) for tail in tails), cell.config.micro
+    family = Family(judge, eighth, strategy_of(eighth))
+    for cell in (Cell(family, bounds) for bounds in judge.sizes(eighth)[0] if bounds.config.micro in left_out):
+        bounds, fitting = cell.bounds, filter(cell.fits, cell.bounds.tails[0])
+        assert not any(
+            bounds.least(tail, cutoff) < cutoff and bounds.is_fast_phase(tail, cutoff) for tail in fitting
+        ), cell.config.micro
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,8 +347,8 @@ def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count:
     models, shares = Estimates(Planner(job.cluster)), {}
     judge, every = Judge(job, models), list(families(job, {}))
     for family in random.Random(count).sample(every, count):
-        sized = random.Random(1).choice(list(sizes_of(family, job, {})))
-        config = random.Random(2).choice(judge.tails(sized)[0]).of(sized)
+        cell = Cell(Family(judge, family, strategy_of(family)), random.Random(1).choice(judge.sizes(family)[0]))
+        config = random.Random(2).choice(cell.bounds.tails[0]).of(cell.config)
         predicted = models.planner.predict(config).fullest.allocated
         shares[layout_text(config)] = models.estimated_memory(config).allocated / predicted
         assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), shares
