@@ -7,6 +7,7 @@ pipeline. Recomputation is not recorded, but computed: a longer backward pass an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
@@ -113,11 +114,14 @@ class Estimates:
         self._held = HeldActivations(self.parts)
         self._least = LeastMemory(planner.buckets, self.parts, self._held)
 
-    def estimated_seconds(self, config: Config) -> float:
-        """Return SURE times the estimated seconds of a step."""
+    def estimated_seconds(self, config: Config, cutoff: float = math.inf) -> float:
+        """Return SURE times the estimated seconds of a step; if the pipeline phase alone takes `cutoff` or more, SURE
+        times the seconds of this phase."""
         links = self.planner.site.links(config, PIPE)
         candidates = (self._passes(config, partition, links) for partition in self._partitions(config))
         passes = min(candidates, key=lambda each: each.seconds)
+        if SURE * passes.seconds >= cutoff:
+            return SURE * passes.seconds
         ending = self._ending(config, self._partition(config))
         # Slices are summed among a shard's ranks for every microbatch. The rest, or whole gradients, are summed once,
         # under the last task of the phase. Buckets of other chunks than the last task's have been sent before.
@@ -183,10 +187,13 @@ class Estimates:
         # A step has more microbatches if more ranks share a layer.
         for cut, divided in (*cuts, (whole, -ranks if both else ranks)):
             names = {name for name, _ in cut.layout.layer_axes}
-            seconds = self.whole_seconds(cut, tuple(links.along(names) for links in every), False)
+            along_cut = [links.along(names) for links in every]
+            # Orders of axes that differ in other axes only have the same links here.
+            distinct = tuple(dict.fromkeys(along_cut))
+            seconds = dict(zip(distinct, self.whole_seconds(cut, distinct, False), strict=True))
             sums = [
-                (forward + each[0] / divided, backward + each[1] / divided)
-                for (forward, backward), each in zip(sums, seconds, strict=True)
+                (forward + seconds[links][0] / divided, backward + seconds[links][1] / divided)
+                for (forward, backward), links in zip(sums, along_cut, strict=True)
             ]
         return sums
 

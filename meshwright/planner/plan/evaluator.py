@@ -170,7 +170,7 @@ class Evaluator:
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
-        seconds = self.models.estimated_seconds(config)
+        seconds = self.models.estimated_seconds(config, cutoff)
         if seconds < cutoff:
             found.count(config)
             # Estimates are below predictions: the prediction of a tight estimate is tight or does not fit.
@@ -263,7 +263,7 @@ class Evaluator:
         fastest = found.nearly_fits[0] if found.nearly_fits else math.inf
         if nearly and cell.bounds.seconds(tail) < fastest:
             config = tail.of(cell.config)
-            seconds = self.models.estimated_seconds(config)
+            seconds = self.models.estimated_seconds(config, fastest)
             if seconds < fastest:
                 found.nearly_fits = seconds, config, memory
         return None

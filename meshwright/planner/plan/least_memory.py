@@ -30,7 +30,8 @@ from meshwright.strategies.memory.offload import master_bytes, moment_bytes
 from meshwright.strategies.pipeline.stages import placement_of
 
 if TYPE_CHECKING:
-    from meshwright.planner.plan.timed_parts import HeldActivations, TimedParts
+    from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
+    from meshwright.strategies.pipeline.placement import ChunkPlacement
 
 
 class LeastBytes(NamedTuple):
@@ -41,9 +42,9 @@ class LeastBytes(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part's elements, and the least bytes of each parameter by name."""
+    """The least bytes of a part, and of each parameter by name."""
 
-    num_elements: int
+    total: LeastBytes
     parameters: dict[str, LeastBytes]
 
 
@@ -61,18 +62,28 @@ class LeastMemory:
     )  # fmt: skip
     def of_weights(self, config: Config, partition: tuple[int, ...]) -> LeastBytes:
         """Return the bytes of the stage with most elements (Estimates.alone_memory), in any order of axes."""
-        parts, shapes, placement = self._parts(config), self.parts.shapes(config, partition), placement_of(config)
-        stages = [[run for at in positions for run in shapes[at]] for positions in placement.positions]
-        elements = [sum(times * parts[position].num_elements for position, times in stage) for stage in stages]
-        fullest, weights, states = stages[elements.index(max(elements))], 0.0, 0.0
-        tied, whole = parts[-1].parameters.keys() & parts[max(parts)].parameters.keys(), (-1, 1) in fullest
+        parts, placement = self._parts(config), placement_of(config)
+        weights, states, last = 0.0, 0.0, max(parts)
+        fullest = self.fullest(config, partition, placement)
         for position, times in fullest:
-            for name, each in parts[position].parameters.items():
-                # A table of both ends is held once. Two stages with such a table may share its gradients and states.
-                held = 1.0 if name not in tied else 0.5 if placement.last_stage else float(position == -1 or not whole)
-                weights += held * times * each.weights
-                states += held * times * each.states
+            weights += times * parts[position].total.weights
+            states += times * parts[position].total.states
+            # A table of both ends is held once. Two stages with such a table may share its gradients and states.
+            share = 0.5 if placement.last_stage else float(position == last and (-1, 1) in fullest)
+            if position in (-1, last) and share:
+                tied = parts[-1].parameters.keys() & parts[last].parameters.keys()
+                weights -= share * sum(parts[position].parameters[name].weights for name in tied)
+                states -= share * sum(parts[position].parameters[name].states for name in tied)
         return LeastBytes(weights, states)
+
+    @remembered(*PARTS)
+    def fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> StageShape:
+        """Return the stage with most elements, in which a table of both ends is counted twice."""
+        shapes = self.parts.shapes(config, partition)
+        stages = [tuple(run for at in positions for run in shapes[at]) for positions in placement.positions]
+        sizes = self.parts.elements(config)
+        elements = [sum(times * sizes[position] for position, times in stage) for stage in stages]
+        return stages[elements.index(max(elements))]
 
     @remembered(*PARTS, "layout.data", "layout.pipeline.size", "optimizer", "widens_gradients")
     def _parts(self, config: Config) -> dict[int, _Part]:
@@ -100,12 +111,12 @@ class LeastMemory:
                 owned * (master_bytes(settings, each.dtype) + moments),
             )
 
-        return {
-            position: _Part(
-                sum(each.num_elements for each in parameters), {each.name: least(each) for each in parameters}
-            )
-            for position, parameters in self.parts.parameters(config).items()
-        }
+        made = {}
+        for position, parameters in self.parts.parameters(config).items():
+            each = {parameter.name: least(parameter) for parameter in parameters}
+            total = LeastBytes(*map(sum, zip(*each.values(), strict=True))) if each else LeastBytes()
+            made[position] = _Part(total, each)
+        return made
 
     def of_activations(self, config: Config, partition: tuple[int, ...]) -> tuple[HeldStage, ...]:
         """Return lower bounds of HeldActivations.of from recordings of whole layers: an equal share for each rank of a

@@ -44,6 +44,7 @@ from meshwright.config.section import Rule, Section, divisors, field_of, with_fi
 from meshwright.config.shorthand import in_words
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.expert_ranks import ExpertRanks
+from meshwright.planner.plan.remembered import replaced
 from meshwright.ranks.errors import Problem
 from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 from meshwright.strategies.memory.section import KEEPS_ALL, policy_of
@@ -274,7 +275,8 @@ def _chosen(config: Config, index: int, stop: int, job: SearchJob, refused: Refu
         return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
-        made = with_field(config, choice.field, value)
+        # A view of a sized config (TAIL) keeps the number of microbatches.
+        made = replaced(config, choice.field, value, *(("num_microbatches",) if index > FAMILY else ()))
         # A rule is checked as soon as all fields that the rule reads are chosen: no refused layout is completed.
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
@@ -493,7 +495,7 @@ FAMILY = 8
 """Number of choices that a family of layouts has in common."""
 
 TAIL = tuple(dict.fromkeys((
-    "layout.pipeline", "memory.recompute", "batch", "layout.data.size",
+    "layout.pipeline", "memory.recompute", "num_microbatches",
     # A section with several possible classes is read as a whole (remembered.py).
     *(
         next((whole for whole in ("model", "data", "layout.tensor") if f"{read}.".startswith(f"{whole}.")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class MadeUp:
     def estimated_memory(self, config: Config) -> Memory:
         return self.with_activations(*self.alone_memory(config), self.held_activations(config))
 
-    def estimated_seconds(self, config: Config) -> float:
+    def estimated_seconds(self, config: Config, cutoff: float = math.inf) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
 
     def least_seconds(self, config: Config, every: tuple[Hashable, ...] = (), *, layers: bool = False) -> float:
