@@ -23,7 +23,7 @@ from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
 from meshwright.planner.plan.compose import StagePlan
 from meshwright.planner.plan.least_memory import LeastMemory
-from meshwright.planner.plan.memory import SURE_BYTES, HeldStage, Memory, Peak
+from meshwright.planner.plan.memory import SURE_BYTES, HeldStage, Memory, Parameter, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
@@ -105,6 +105,14 @@ class _Ending:
     """The share by which hidden communication slows kernels."""
 
 
+@dataclass(frozen=True, eq=False)
+class ChainParameters:
+    """The parameters of a chain's distinct parts, and each layer's part. Instances are equal only if identical."""
+
+    parts: dict[int, tuple[Parameter, ...]]
+    alike: tuple[int, ...]
+
+
 class Estimates:
     """Bounds and estimates for layouts of any runs on one cluster; remembers the parts shared by several layouts."""
 
@@ -113,6 +121,7 @@ class Estimates:
         self.parts = TimedParts(planner)
         self._held = HeldActivations(self.parts)
         self._least = LeastMemory(planner.buckets, self.parts, self._held)
+        self._by_parameters: dict[str, ChainParameters] = {}
 
     def estimated_seconds(self, config: Config, cutoff: float = math.inf) -> float:
         """Return SURE times the estimated seconds of a step; if the pipeline phase alone takes `cutoff` or more, SURE
@@ -407,13 +416,26 @@ class Estimates:
             run.overlap("sums"), run.overlap("gathers"), run.network.tax,
         )  # fmt: skip
 
-    @remembered(*PARTS)
     def _fullest(
         self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement
     ) -> tuple[int, HeldParameters]:
         """Return the stage with most elements, and its parameters."""
-        parts, runs = self.parts.parameters(config), ranges_of(partition)
-        alike, elements = self.planner.recordings.outline(config).alike, self.parts.elements(config)
+        return self.fullest_of(self.same_parameters(config), partition, placement)
+
+    @remembered(*PARTS)
+    def same_parameters(self, config: Config) -> ChainParameters:
+        """Return the parameters of the chain's parts. Layouts with equal parameters share one object: kinds of context
+        parallelism cut no parameter."""
+        parts, alike = self.parts.parameters(config), self.planner.recordings.outline(config).alike
+        return self._by_parameters.setdefault(f"{parts} {alike}", ChainParameters(parts, alike))
+
+    @remembered()
+    def fullest_of(
+        self, chain: ChainParameters, partition: tuple[int, ...], placement: ChunkPlacement
+    ) -> tuple[int, HeldParameters]:
+        """Return the stage with most elements, and its parameters."""
+        parts, alike, runs = chain.parts, chain.alike, ranges_of(partition)
+        elements = {layer: sum(each.num_elements for each in parameters) for layer, parameters in parts.items()}
         held = [
             [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]
