@@ -186,16 +186,8 @@ class Estimates:
     @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def seconds_of_cuts(self, config: Config, every: tuple[Links, ...]) -> list[tuple[float, float]]:
         """Return a lower bound of whole_seconds from models with fewer cuts (least_of_cuts)."""
-        batch = "micro", WIDENS
-        inside = replaced(config, "layout.context", ContextParallel(), *batch)
-        along = replaced(config, "layout.tensor", Whole(), *batch)
-        whole, ranks = replaced(inside, "layout.tensor", Whole(), *batch), ranks_of_layer(config.layout)
         sums = [(0.0, 0.0)] * len(every)
-        both = config.layout.context.axes and config.layout.tensor.axes
-        cuts = ((inside, ranks_of_layer(along.layout)), (along, ranks_of_layer(inside.layout))) if both else ()
-        # A step has more microbatches if more ranks share a layer.
-        for cut, divided in (*cuts, (whole, -ranks if both else ranks)):
-            names = {name for name, _ in cut.layout.layer_axes}
+        for cut, names, divided in self.fewer_cuts(config):
             along_cut = [links.along(names) for links in every]
             # Orders of axes that differ in other axes only have the same links here.
             distinct = tuple(dict.fromkeys(along_cut))
@@ -205,6 +197,20 @@ class Estimates:
                 for (forward, backward), links in zip(sums, along_cut, strict=True)
             ]
         return sums
+
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
+    def fewer_cuts(self, config: Config) -> list[tuple[Config, set[str], int]]:
+        """Return the models with fewer cuts, each with the names of a layer's axes and the divisor of its seconds; a
+        negative one subtracts the whole model, which both cuts include."""
+        batch = "micro", WIDENS
+        inside = replaced(config, "layout.context", ContextParallel(), *batch)
+        along = replaced(config, "layout.tensor", Whole(), *batch)
+        whole, ranks = replaced(inside, "layout.tensor", Whole(), *batch), ranks_of_layer(config.layout)
+        both = config.layout.context.axes and config.layout.tensor.axes
+        cuts = ((inside, ranks_of_layer(along.layout)), (along, ranks_of_layer(inside.layout))) if both else ()
+        # A step has more microbatches if more ranks share a layer.
+        divided = (*cuts, (whole, -ranks if both else ranks))
+        return [(cut, {name for name, _ in cut.layout.layer_axes}, divisor) for cut, divisor in divided]
 
     @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def whole_seconds(self, config: Config, every: tuple[Links, ...], layers: bool) -> list[tuple[float, float]]:
