@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.compute.tensor.section import Whole
+from meshwright.compute.tensor.section import TensorSection, Whole
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import divisors, with_field
@@ -294,6 +295,12 @@ class Evaluator:
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
         """Return True if weights, gradients and states alone fit; count the layout if not."""
+        least, known = cell.alone_bytes(tail), found.closest.get(cell.family.strategy)
+        # Without room by the bound, buckets are planned only if the layout may be the one that lacks the least memory.
+        if least > self.job.cluster.device.memory_bytes and known is not None and known.excess <= (True, least):
+            found.too_full += 1
+            found.count(cell.family.config)
+            return False
         weights, _ = cell.without_activations(tail)
         if fits(weights, self.job.cluster):
             return True
@@ -333,19 +340,21 @@ def round_of(layout: Layout) -> tuple[bool, bool, int, int]:
     return across, layout.pipeline.size > 1, cuts, ranks
 
 
-def cuts_within(layout: Layout) -> Iterator[Hashable]:
-    """Yield keys (expert, context, tensor) of the cuts that a layer's cut contains: tensor alone, context alone, both
+def cuts_within(layout: Layout) -> tuple[Hashable, ...]:
+    """Return keys (expert, context, tensor) of the cuts that a layer's cut contains: tensor alone, context alone, both
     over fewer ranks. The search assumes that a cut is no faster together with others than alone."""
-    cut = layout.context, layout.tensor
-    contexts = [
-        layout.context.model_copy(update={"size": size}) if size > 1 else ContextParallel()
-        for size in divisors(layout.context.size)
-    ]
-    sizes = {name: size for name, size in layout.tensor if isinstance(size, int) and not isinstance(size, bool)}
+    return cuts_of(*layout.layer)
+
+
+@cache
+def cuts_of(expert: int, context: ContextParallel, tensor: TensorSection) -> tuple[Hashable, ...]:
+    """Return `cuts_within` of a layer; thousands of layouts have the same layer."""
+    uncut, whole = ContextParallel(), Whole()
+    contexts = [context.model_copy(update={"size": size}) if size > 1 else uncut for size in divisors(context.size)]
+    sizes = {name: size for name, size in tensor if isinstance(size, int) and not isinstance(size, bool)}
     tensors = [
-        layout.tensor.model_copy(update=dict(zip(sizes, smaller, strict=True)))
+        tensor.model_copy(update=dict(zip(sizes, smaller, strict=True)))
         for smaller in product(*map(divisors, sizes.values()))
     ]
-    for inside in product(contexts, (Whole(), *tensors)):
-        if inside not in (cut, (ContextParallel(), Whole())):
-            yield layout.data.expert, *inside
+    every = product(contexts, (whole, *tensors))
+    return tuple((expert, *inside) for inside in every if inside not in ((context, tensor), (uncut, whole)))
