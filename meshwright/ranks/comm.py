@@ -69,7 +69,7 @@ def together(works: Iterable[Work]) -> Work:
 
 def size_bytes(x: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
-    return x.numel() * x.element_size()
+    return x.nbytes
 
 
 @dataclass(frozen=True)

@@ -163,13 +163,14 @@ class Gradients:
             # `fill` zeroes this memory after each step, so the first gradient can be added too.
             write(apart.view(shape), 1)
             return
-        adds = parameter.grad is not None
-        if parameter.grad is None:
+        gradient = parameter.grad
+        adds = gradient is not None
+        if gradient is None:
             if self._on_first:
                 self._on_first(parameter)
             # The view becomes .grad: no memory is zeroed, allocated or copied for a first gradient.
-            parameter.grad = self._views[parameter]
-        write(parameter.grad.view(shape), int(adds))
+            gradient = parameter.grad = self._views[parameter]
+        write(gradient.view(shape), int(adds))
         if final and self.on_gradient:
             self.on_gradient(parameter)
 

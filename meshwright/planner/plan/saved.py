@@ -130,7 +130,8 @@ class SavedTensors:
 
     def note(self, x: Tensor) -> Tensor:
         """Keep a tensor as it is."""
-        self.offsets.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
+        with torch._C.DisableTorchFunction():  # as LiveBytes
+            self.offsets.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
         return x
 
     def pack(self, x: Tensor) -> KeptTensor:
