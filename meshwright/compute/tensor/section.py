@@ -179,7 +179,8 @@ class TensorSection(Section):
 
     @property
     def replica_of_ends(self) -> tuple[TensorSection, int]:
-        """As `replica`, of embeddings and heads, without settings of layers alone."""
+        """The section of ranks that hold embeddings and heads once, without settings of layers alone; and the number of
+        such groups."""
         return self.replica
 
     @property
