@@ -56,6 +56,9 @@ SURE = 0.99
 MIN_RECOMPUTED_SHARE = 0.9
 """Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
 
+LAYER_END = 1 / 3
+"""Most of a layer's forward pass that follows its last saved tensor: the last product of a feed-forward network."""
+
 MAX_KEPT_SHARE = 0.99
 """Recomputing attention is worth trying if a layer then keeps less than this share of its activations."""
 
@@ -383,7 +386,8 @@ class Estimates:
             again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config, links)
         elif policy.by_groups and not policy.recorded and layers:  # recorded policies may recompute little
             forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
-            again = MIN_RECOMPUTED_SHARE * forward * (policy.wrapped_layers(config, layers) / layers)
+            repeated = max(MIN_RECOMPUTED_SHARE, 1 - LAYER_END / policy.group_size(config, layers))
+            again = repeated * forward * (policy.wrapped_layers(config, layers) / layers)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage) + again,

@@ -428,7 +428,9 @@ class _Search:
                 continue
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
-            vain, best = (vain + 1, best) if self.best == best else (0, [*self.best])
+            # The rest of the K fastest lowers the cutoff by less than a further prediction costs.
+            better = self.best[:1] != best[:1] if len(best) >= self.top else self.best != best
+            vain, best = (0, [*self.best]) if better else (vain + 1, best)
 
     def _queue_savings(self, config: Config) -> None:
         """Queue the layouts that save more memory than `config`, which does not fit or is tight."""
