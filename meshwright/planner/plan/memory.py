@@ -94,9 +94,9 @@ class HeldStage(NamedTuple):
     """Estimated activations of a stage, in bytes."""
 
     kept_bytes: float
-    """Of all microbatches in flight, after a forward pass."""
+    """Bytes of all microbatches in flight, after a forward pass."""
     peak_bytes: float
-    """At the fullest moment."""
+    """Bytes at the fullest moment."""
     share: float
     """The stage's parameters, as a share of the parameters of the stage with most."""
 

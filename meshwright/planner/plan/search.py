@@ -76,8 +76,11 @@ SIMULATED = 80
 fits: many layouts with a fitting estimate exceed memory."""
 
 VAIN = 8
-"""Most predictions of a round but the last after the last one that is among the K fastest: later rounds have faster
-layouts, and predict the rest if no K layouts are faster."""
+"""Most predictions in a row of a round but the last that are not among the K fastest, while fewer than K fit."""
+
+ENOUGH = 5
+"""Most predictions of a round but the last, once K layouts fit: later rounds have faster layouts, and predict the rest
+if no K layouts are faster."""
 
 DOUBTFUL = 2
 """Predictions of a round but the last that do not fit, while none is known to fit, until the round's least full layout
@@ -256,7 +259,8 @@ class _Search:
     predictions that fit. `tight`: the fastest that fit, but only tightly. `known`: all predictions. `fastest`: one by
     strategy, a fitting layout before a tight one. `fitting`: estimated seconds of layouts that fit. `dominated`:
     layouts that fit, but save memory that a layout in `fitting` does not need to save. `behind`: layouts at or above
-    the cutoff, and tight ones that are no faster.
+    the cutoff, and tight ones that are no faster. `too_full`: predicted memory of layouts that do not fit in any order
+    of axes, by the layout in the usual order.
     """
 
     def __init__(
@@ -280,6 +284,7 @@ class _Search:
         self.behind: list[Queued] = []
         self.seen: set[Config] = set()
         self.full: set[Config] = set()
+        self.too_full: dict[Config, Memory] = {}
         self.fitting: dict[Config, float] = {}
         self.fastest: dict[str, Prediction] = {}
 
@@ -398,10 +403,12 @@ class _Search:
     def _predict_fastest(self, limit: int, *, last: bool) -> None:
         """Predict in the order of the estimates until the next estimate is slower than the K-th prediction that fits,
         or `limit` predictions in a row are not among the K fastest. `last`: no later round predicts the rest."""
-        vain, best = 0, [*self.best]
+        vain, best, before = 0, [*self.best], self.simulated
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
             if queued.seconds >= self.cutoff or (self.known and vain >= limit):
+                return
+            if not last and len(self.best) >= self.top and self.simulated - before >= ENOUGH:
                 return
             if vain == DOUBTFUL and not last and not self.best:
                 queued = min(self.queue[self.passed :], key=lambda candidate: candidate.memory)
@@ -428,9 +435,7 @@ class _Search:
                 continue
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
-            # The rest of the K fastest lowers the cutoff by less than a further prediction costs.
-            better = self.best[:1] != best[:1] if len(best) >= self.top else self.best != best
-            vain, best = (0, [*self.best]) if better else (vain + 1, best)
+            vain, best = (vain + 1, best) if self.best == best else (0, [*self.best])
 
     def _queue_savings(self, config: Config) -> None:
         """Queue the layouts that save more memory than `config`, which does not fit or is tight."""
@@ -497,12 +502,16 @@ class _Search:
         self.simulated += 1
         looked_at = f"{self.found.legal:,} layouts, {self.left_share:.0%} of the families left"
         self.report(f"{looked_at}; predicting number {self.simulated}: {layout_text(config)}", 1 - self.left_share)
-        found, strategy = self.evaluator.predict_or_memory(config, cutoff), strategy_of(config)
+        strategy, in_usual_order = strategy_of(config), with_field(config, "layout.order", "auto")
+        found = self.too_full.get(in_usual_order) or self.evaluator.predict_or_memory(config, cutoff)
         if found is None:
             return False
         self.seen.add(config)
         self.dominated.pop(config, None)
         if isinstance(found, Memory):
+            # Other orders of the axes hold as many tensors, and communicators of other links.
+            if found.total - found.communicators > self.evaluator.job.cluster.device.memory_bytes:
+                self.too_full[in_usual_order] = found
             self.found.unfit += 1
             self.found.include_runner_up(RunnerUp(strategy, config, found, whole=True))
             self._queue_savings(config)

@@ -425,7 +425,7 @@ class HeldActivations:
         if not policy.recomputes:
             return sum(every.values())
         layers = [(position, times) for position, times in shape if parts[position].is_layer]
-        ends = sum(size for position, size in every.items() if not parts[position].is_layer)
+        ends: float = sum(size for position, size in every.items() if not parts[position].is_layer)
         if policy.attention:
             share = self.parts.kept_share
             return ends * (config.layout.pipeline.chunks == 1) + sum(
@@ -441,5 +441,5 @@ class HeldActivations:
         # On a CPU, inputs offloaded to the host stay in the same memory.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
         kept_bytes = (1 - wrapped) * sum(every[position] for position, _ in layers)
-        inputs = here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
-        return max(0.0, ends) + kept_bytes + inputs
+        held = here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
+        return max(0.0, ends) + kept_bytes + held
