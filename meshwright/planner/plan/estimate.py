@@ -29,7 +29,7 @@ from meshwright.planner.plan.recordings import check
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
 from meshwright.planner.plan.site import Links
 from meshwright.planner.plan.space import CHUNKS, ranks_of_layer
-from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
+from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts, elements_of
 from meshwright.planner.plan.timed_run import TimedRun
 from meshwright.planner.plan.timing import slowed
 from meshwright.ranks.grid import PIPE
@@ -445,7 +445,7 @@ class Estimates:
     ) -> tuple[int, HeldParameters]:
         """Return the stage with most elements, and its parameters."""
         parts, alike, runs = chain.parts, chain.alike, ranges_of(partition)
-        elements = {layer: sum(each.num_elements for each in parameters) for layer, parameters in parts.items()}
+        elements = elements_of(parts)
         held = [
             [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]

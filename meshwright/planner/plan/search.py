@@ -20,7 +20,8 @@ The run file's own layout is predicted first, if it is legal. Layouts follow in 
 node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
 over more and more ranks, then both cuts.
 Both cuts are tried only if each cut alone is fast enough. After each round layouts are predicted in the order of
-estimated seconds, until VAIN of these in a row are not among the K fastest; after the last round all that may be.
+estimated seconds, until K fit and ENOUGH are predicted, or VAIN in a row are not among the K fastest; after the last
+round all that may be.
 Layouts slower than the K fastest predictions are left out of the next round. The search ends when the next estimate is
 above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
@@ -219,10 +219,7 @@ class TimedParts:
     @remembered(*PARTS)
     def elements(self, config: Config) -> dict[int, int]:
         """Return the number of parameters' elements of each part."""
-        return {
-            position: sum(each.num_elements for each in parameters)
-            for position, parameters in self.parameters(config).items()
-        }
+        return elements_of(self.parameters(config))
 
     @remembered(*PARTS, "memory.recompute")
     def kept_share(self, config: Config, position: int) -> float:
@@ -251,6 +248,11 @@ class TimedParts:
         forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
         once, twice = (recordings.of(variant, layer, forms) for variant in (alone, again))
         return once, twice
+
+
+def elements_of(parts: Mapping[int, Sequence[Parameter]]) -> dict[int, int]:
+    """Return the number of parameters' elements of each part, by position."""
+    return {position: sum(each.num_elements for each in parameters) for position, parameters in parts.items()}
 
 
 def smallest_micro(config: Config) -> int:
