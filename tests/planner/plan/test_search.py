@@ -13,7 +13,7 @@ import pytest
 from markupsafe import escape
 
 from meshwright.compute.tensor.section import Megatron, Whole
-from meshwright.config import dump_config, load_config, parse_config
+from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import with_field
 from meshwright.config.yaml_text import plain_values
@@ -25,7 +25,7 @@ from meshwright.planner.plan.cells import Cell, Family, Judge
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
-from meshwright.planner.plan.memory import least_total, verdict
+from meshwright.planner.plan.memory import HeldStage, Memory, fits, least_total, verdict
 from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
@@ -60,6 +60,22 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     assert {runner_up.strategy for runner_up in found.runner_ups} | {strategy_of(found.predictions[0].config)} == {
         strategy_of(one) for one in everything
     }
+
+
+def test_a_layout_that_does_not_fit_is_predicted_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are far too low here, so each order of a full layout would be predicted."""
+    cluster, models = made_up(1, 500_000)
+    asked, least_memory = list[Config](), models.least_memory
+
+    def noted(config: Config) -> Memory:
+        asked.append(config)
+        return least_memory(config)
+
+    monkeypatch.setattr(models, "least_memory", noted)
+    monkeypatch.setattr(models, "held_activations", lambda config: (HeldStage(0.0, 0.0, 1.0),))
+    search(parse_config(TREE), cluster, 8, top=50, models=models, keep=few)
+    full = [with_field(config, "layout.order", "auto") for config in asked if not fits(least_memory(config), cluster)]
+    assert len(full) == len(set(full)) > 3
 
 
 def test_a_cut_is_judged_after_the_cuts_in_it() -> None:
