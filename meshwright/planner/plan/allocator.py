@@ -59,9 +59,8 @@ class Allocator:
     `reserved`: bytes held by the process, `peak_reserved` at most."""
 
     def __init__(self) -> None:
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """(size, address) of each free block, ascending, by whether its pool is the small one."""
-        self._at: dict[int, MemoryBlock] = {}
+        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
+        """(size, address, block) of each free block, ascending, by whether its pool is the small one."""
         self._end = 0
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
@@ -103,10 +102,8 @@ class Allocator:
         """Take the best fit from the free blocks; None if all are smaller."""
         free = self._free[is_small]
         # Sorted by (size, address): the first large enough block is the best fit at the lowest address.
-        index = bisect_left(free, (size, 0))
-        if index == len(free):
-            return None
-        return self._at.pop(free.pop(index)[1])
+        index = bisect_left(free, (size,))
+        return free.pop(index)[2] if index < len(free) else None
 
     def _joined(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
         first.size += second.size
@@ -117,13 +114,11 @@ class Allocator:
 
     def _give(self, block: MemoryBlock) -> None:
         block.is_free = True
-        insort(self._free[block.is_small], (block.size, block.address))
-        self._at[block.address] = block
+        insort(self._free[block.is_small], (block.size, block.address, block))
 
     def _take(self, block: MemoryBlock) -> None:
         free = self._free[block.is_small]
         del free[bisect_left(free, (block.size, block.address))]
-        del self._at[block.address]
 
 
 class CachingAllocator(Allocator):
@@ -149,8 +144,7 @@ class CachingAllocator(Allocator):
         if self._limit is not None and self.reserved + whole > self._limit:
             # As in torch, wholly free segments are returned to the device before the request is refused.
             for free in self._free.values():
-                for _, address in list(free):
-                    block = self._at[address]
+                for _, _, block in list(free):
                     if block.before is None and block.after is None:
                         self._take(block)
                         self.reserved -= block.size

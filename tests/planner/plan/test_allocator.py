@@ -122,5 +122,5 @@ def test_any_order(make: Callable[[], Allocator], requests: list[tuple[int, int]
         assert allocator.allocate(reserved // 2).address == 0
     elif reserved:
         allocator.free(allocator.allocate(MIB))
-        free = sum(size for pool in allocator._free.values() for size, _ in pool)
+        free = sum(size for pool in allocator._free.values() for size, *_ in pool)
         assert free == allocator.reserved, "every segment is whole again"
