@@ -362,7 +362,7 @@ def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count:
     job = SearchJob(parse_config({}, (*words, "precision={level: O2, dtype: fp16}")), with_room(10**15), 8)
     models, shares = Estimates(Planner(job.cluster)), {}
     judge, every = Judge(job, models), list(families(job, {}))
-    for family in random.Random(count).sample(every, count):
+    for family in random.Random(count).sample(every, min(count, len(every))):
         cell = Cell(Family(judge, family, strategy_of(family)), random.Random(1).choice(judge.sizes(family)[0]))
         config = random.Random(2).choice(cell.bounds.tails[0]).of(cell.config)
         predicted = models.planner.predict(config).fullest.allocated
