@@ -358,7 +358,8 @@ def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> No
 @pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.long)])
 def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count: int) -> None:
     """Of layouts drawn from the whole space, with recomputation, experts and heads of several layers. An estimate
-    exceeds a prediction by more than 1 % only if the run's clock puts other numbers of layers on the stages."""
+    exceeds a prediction by more than 1 %, and by at most a quarter, only if the run's clock puts other numbers of
+    layers on the stages."""
     job = SearchJob(parse_config({}, (*words, "precision={level: O2, dtype: fp16}")), with_room(10**15), 8)
     models, shares = Estimates(Planner(job.cluster)), {}
     judge, every = Judge(job, models), list(families(job, {}))
@@ -367,7 +368,7 @@ def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count:
         config = random.Random(2).choice(cell.bounds.tails[0]).of(cell.config)
         predicted = models.planner.predict(config).fullest.allocated
         shares[layout_text(config)] = models.estimated_memory(config).allocated / predicted
-        assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), shares
+        assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.25), shares
     assert median(shares.values()) >= 0.9, shares
 
 
