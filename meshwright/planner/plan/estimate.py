@@ -253,9 +253,10 @@ class Estimates:
         for links in every:
             parts = self.parts.of(config, links)
             timed = (parts[position] for position in self.parts.distinct(config))
-            again = self.parts.attention_again(config, links) if config.memory.policy.attention else 0.0
-            facts = tuple(x for each in timed for x in (each.forward, each.backward, each.inputs, each.weights))
-            seconds.setdefault((*facts, again), links)
+            layers = self.parts.layers(config) if config.memory.policy.attention else ()
+            again = (self.parts.attention_again(config, links, position) for position in layers)
+            facts = (x for each in timed for x in (each.forward, each.backward, each.inputs, each.weights))
+            seconds.setdefault((*facts, *again), links)
         return tuple(
             links
             for slow, links in seconds.items()
@@ -317,8 +318,7 @@ class Estimates:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
         if not config.memory.policy.attention:
             return False
-        layers = (position for position, chunk in self.parts.distinct(config).items() if chunk.layers)
-        return all(self.parts.kept_share(config, position) > MAX_KEPT_SHARE for position in layers)
+        return all(self.parts.kept_share(config, each) > MAX_KEPT_SHARE for each in self.parts.layers(config))
 
     def weights_memory(self, config: Config) -> Memory:
         """Return the weights, gradients and states of the stage with most parameters, in any order of axes."""
@@ -383,7 +383,12 @@ class Estimates:
         policy, again = config.memory.policy, 0.0
         layers = sum(times for timed, times in stage if timed.part.is_layer)
         if policy.attention:
-            again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config, links)
+            seconds = (
+                times * self.parts.attention_again(config, links, position)
+                for (position, times), (timed, _) in zip(shape, stage, strict=True)
+                if timed.part.is_layer
+            )
+            again = MIN_RECOMPUTED_SHARE * sum(seconds)
         elif policy.by_groups and not policy.recorded and layers:  # recorded policies may recompute little
             forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
             repeated = max(MIN_RECOMPUTED_SHARE, 1 - LAYER_END / policy.group_size(config, layers))
@@ -437,6 +442,7 @@ class Estimates:
         """Return the parameters of the chain's parts. Layouts with equal parameters share one object: kinds of context
         parallelism cut no parameter."""
         parts, alike = self.parts.parameters(config), self.planner.recordings.outline(config).alike
+        # As text, since specs hold dictionaries and have no hash.
         return self._by_parameters.setdefault(f"{parts} {alike}", ChainParameters(parts, alike))
 
     @remembered()

@@ -103,6 +103,10 @@ class TimedParts:
         chunks[config.model.num_blocks] = Chunk(range(0), False, True)
         return chunks
 
+    def layers(self, config: Config) -> list[int]:
+        """Return the positions of the distinct layers, in the order of the forward pass."""
+        return [position for position, chunk in self.distinct(config).items() if chunk.layers]
+
     @remembered("model", "data", "loss", "precision.products")
     def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
         """Return, by position of the chain, (distinct part, number of such parts)."""
@@ -229,12 +233,13 @@ class TimedParts:
         return still / kept_bytes
 
     @remembered(*PARTS, "micro", "memory.recompute")
-    def attention_again(self, config: Config, links: Links) -> float:
-        """Return the seconds that recomputed attention adds to the first layer's backward pass."""
+    def attention_again(self, config: Config, links: Links, position: int) -> float:
+        """Return the seconds that recomputed attention adds to a layer's backward pass. `position`: of the first equal
+        layer."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         once, twice = (
             timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
-            for recording in self._with_attention_again(config, 0)
+            for recording in self._with_attention_again(config, position)
         )
         # In proportion to samples: attention's seconds grow at least linearly, except for kernel launches.
         share = config.micro / (_SIZES[0] * smallest_micro(config))
@@ -428,17 +433,15 @@ class HeldActivations:
             return sum(every.values())
         layers = [(position, times) for position, times in shape if parts[position].is_layer]
         ends: float = sum(size for position, size in every.items() if not parts[position].is_layer)
+        if config.layout.pipeline.chunks > 1:  # ends have other microbatches in flight than the stage's layers
+            ends = 0.0
         if policy.attention:
             share = self.parts.kept_share
-            return ends * (config.layout.pipeline.chunks == 1) + sum(
-                share(config, position) * every[position] for position, _ in layers
-            )
+            return ends + sum(share(config, position) * every[position] for position, _ in layers)
         num_layers = sum(times for _, times in layers)
         wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
         inputs = sum(times * parts[position].outgoing_bytes for position, times in layers)
-        if config.layout.pipeline.chunks > 1:
-            ends = 0.0
-        elif shape[0][0] == -1:  # the first group's input is the embeddings' output
+        if shape[0][0] == -1:  # the first group's input is the embeddings' output
             ends -= parts[-1].outgoing_bytes
         # On a CPU, inputs offloaded to the host stay in the same memory.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"

@@ -23,7 +23,7 @@ from meshwright.output.outputs import refuse_existing
 from meshwright.planner.plan.answer import answer
 from meshwright.planner.plan.cells import Cell, Family, Judge
 from meshwright.planner.plan.cluster import Cluster
-from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.estimate import MIN_RECOMPUTED_SHARE, Estimates
 from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
 from meshwright.planner.plan.memory import HeldStage, Memory, fits, least_total, verdict
 from meshwright.planner.plan.page import write_plan_page
@@ -380,6 +380,27 @@ def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
     in_steps = Planner(NODES, Software(attention="torch"))
     assert [Estimates(one).recomputes_for_nothing(config) for one in (fused, in_steps)] == [True, False]
     assert not Estimates(fused).recomputes_for_nothing(parse_config(TREE, ("memory.recompute=none",)))
+
+
+def test_recomputed_attention_is_estimated_for_each_kind_of_layer() -> None:
+    """One layer sees all tokens, the others a window: recomputed attention takes other seconds in these."""
+    model = {
+        "family": "llama", "layers": 4, "hidden": 64, "heads": 4, "positions": 2048, "vocabulary": 512, "window": 64,
+        "window_layers": [False, True, True, True],
+    }  # fmt: skip
+    config = parse_config(
+        {"model": model, "data": {"sequence": 2048}, "batch": {"global": 8, "micro": 4}},
+        ("precision={level: O2, dtype: fp16}", "memory.recompute=selective"),
+    )
+    models = Estimates(Planner(NODES, Software(attention="torch")))
+    links = models.planner.site.links(config)
+    assert models.parts.layers(config) == [0, 1]
+    whole, windowed = (models.parts.attention_again(config, links, position) for position in (0, 1))
+    assert whole != windowed
+    every = [with_field(config, "memory.recompute", setting) for setting in ("selective", "none")]
+    again, once = (models.whole_seconds(each, (links,), True)[0][1] for each in every)
+    assert again - once == pytest.approx(MIN_RECOMPUTED_SHARE * (whole + 3 * windowed))
+    assert models.estimated_seconds(config) <= models.planner.predict(config).seconds
 
 
 def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
