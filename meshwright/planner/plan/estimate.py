@@ -25,9 +25,10 @@ from meshwright.planner.plan.compose import StagePlan
 from meshwright.planner.plan.least_memory import LeastMemory
 from meshwright.planner.plan.memory import SURE_BYTES, HeldStage, Memory, Parameter, Peak
 from meshwright.planner.plan.passes import Sum
+from meshwright.planner.plan.process import least_communicator_bytes
 from meshwright.planner.plan.recordings import check
 from meshwright.planner.plan.remembered import PARTS, remembered, replaced
-from meshwright.planner.plan.site import Links
+from meshwright.planner.plan.site import Links, transport_on
 from meshwright.planner.plan.space import CHUNKS, ranks_of_layer
 from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts, elements_of
 from meshwright.planner.plan.timed_run import TimedRun
@@ -321,7 +322,8 @@ class Estimates:
         return all(self.parts.kept_share(config, each) > MAX_KEPT_SHARE for each in self.parts.layers(config))
 
     def weights_memory(self, config: Config) -> Memory:
-        """Return the weights, gradients and states of the stage with most parameters, in any order of axes."""
+        """Return the weights, gradients, states and communicators of the stage with most parameters, in any order of
+        axes."""
         return self.alone_memory(config)[0]
 
     @remembered(
@@ -340,7 +342,9 @@ class Estimates:
         buckets = self._buckets_of_fullest(config, partition)
         ordered = replaced(config, "layout.order", "auto", WIDENS)  # all orders have equal numbers of ranks
         memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
-        return memory, held_of(config, buckets).passing
+        links = self.planner.cluster.links.get(transport_on(self.planner.cluster, config))
+        communicators = least_communicator_bytes(ordered, links.channels if links else 0)
+        return replace(memory, communicators=communicators), held_of(config, buckets).passing
 
     def _partitions(self, config: Config) -> tuple[tuple[int, ...], ...]:
         """Return balanced stages, and stages with equal numbers of layers if these differ. The clock's search for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -35,6 +35,15 @@ Keep = Callable[[Layout], bool]
 MAX_EXCESS_SHARE = 0.5
 """A layout that needs at most (1 + this share) of a device's memory is reported as nearly fitting."""
 
+SEEDS = 3
+"""The number of seeds with layers on as many ranks."""
+
+SEED_SHARE = 0.7
+"""The most of a device's memory that a seed's weights, gradients and states take."""
+
+NEARLY = 16
+"""The number of layouts without a recording that are judged at a search's end for nearly fitting."""
+
 
 class Queued(NamedTuple):
     """A layout with a fitting estimate: estimated seconds and bytes, and whether the estimate is tight."""
@@ -43,6 +52,12 @@ class Queued(NamedTuple):
     memory: int
     tight: bool
     config: Config
+
+    @property
+    def turn(self) -> tuple[float, bool]:
+        """Sort key of predictions: estimated seconds, then fixed orders of tasks, which take a third of the time to
+        simulate."""
+        return self.seconds, not self.config.layout.pipeline.rule.fixed
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,8 @@ class SearchState:
     least: dict[Hashable, float] = field(default_factory=dict)
     closest: dict[str, RunnerUp] = field(default_factory=dict)
     nearly_fits: tuple[float, Config, Memory] | None = None
+    unrecorded: list[tuple[float, Cell, Tail]] = field(default_factory=list)
+    """Layouts that may nearly fit, each with a lower bound of seconds, without a recording of the cut layer."""
 
     def include(self, later: SearchState) -> None:
         """Add the state of later families, except for the queue."""
@@ -97,6 +114,12 @@ class SearchState:
             self.include_runner_up(runner_up)
         both = filter(None, (self.nearly_fits, later.nearly_fits))
         self.nearly_fits = min(both, key=lambda pair: pair[0], default=None)
+        self.unrecorded += later.unrecorded
+
+    @property
+    def fastest_nearly(self) -> float:
+        """Seconds of `nearly_fits`."""
+        return self.nearly_fits[0] if self.nearly_fits else math.inf
 
     def count(self, config: Config, *, slow: bool = False, times: int = 1) -> None:
         """Count layouts of a family. `slow`: each is one layout, or a whole group, above the cutoff."""
@@ -168,6 +191,27 @@ class Evaluator:
                 if memory is not None:
                     for config in ordered(tail.of(cell.config), self.job, found.refused):
                         self._estimate(config, memory, found, cutoff)
+
+    def seeds(self, families: Iterable[Config]) -> list[Config]:
+        """Return pipelines with cut layers on a node's ranks, or on half of these, and gradients summed at once: of
+        each number of ranks the SEEDS with the lowest bounds of seconds. Large models are mostly the fastest in such
+        layouts."""
+        cut = [family for family in families if round_of(family.layout)[:3] == ONE_CUT and family.layout.tensor.axes]
+        most = max((ranks_of_layer(family.layout) for family in cut), default=1)
+        bounds: dict[int, dict[Hashable, tuple[float, Config]]] = {most: {}, most // 2: {}}
+        for family in cut:
+            layout, known = family.layout, bounds.get(ranks_of_layer(family.layout))
+            sizes, _ = self._judge.sizes(family)
+            if known is None or layout.data.strategy.slices or not sizes:
+                continue
+            tail, cell = own_tail(sizes[0].config), Cell(Family(self._judge, family, strategy_of(family)), sizes[0])
+            if cell.alone_bytes(tail) > SEED_SHARE * self.job.cluster.device.memory_bytes:
+                continue
+            # Of equal bounds the first: syncs are registered from the one that slices least.
+            fastest = known.get(layout.layer, (math.inf, family))
+            known[layout.layer] = min(fastest, (sizes[0].seconds(tail, "layers"), family), key=lambda each: each[0])
+        every = (sorted(known.values(), key=lambda each: each[0])[:SEEDS] for known in bounds.values())
+        return [family for few in every for _, family in few]
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
@@ -258,16 +302,29 @@ class Evaluator:
             return memory
         found.unfit += 1
         self._does_not_fit(cell, tail, memory, found, whole=True)
-        most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
-        nearly = memory.total <= most and not lacks_host(memory, self.job.cluster)
-        # The bound is compared first, since this needs no config.
-        fastest = found.nearly_fits[0] if found.nearly_fits else math.inf
-        if nearly and cell.bounds.seconds(tail) < fastest:
-            config = tail.of(cell.config)
-            seconds = self.models.estimated_seconds(config, fastest)
-            if seconds < fastest:
-                found.nearly_fits = seconds, config, memory
+        self._note_nearly(cell, tail, found)
         return None
+
+    def _note_nearly(self, cell: Cell, tail: Tail, found: SearchState) -> None:
+        """Keep a layout that does not fit if the layout nearly fits and is the fastest such layout."""
+        most, limit = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes, found.fastest_nearly
+        # Bounds of seconds are compared first, since these need neither a config nor buckets.
+        if cell.bounds.least(tail, limit) >= limit or cell.bounds.phase(tail) >= limit:
+            return
+        memory = cell.memory(tail)
+        if memory.total <= most and not lacks_host(memory, self.job.cluster):
+            config = tail.of(cell.config)
+            seconds = self.models.estimated_seconds(config, limit)
+            if seconds < limit:
+                found.nearly_fits = seconds, config, memory
+
+    def find_nearly(self, found: SearchState, cutoff: float) -> None:
+        """Find the fastest layout that nearly fits among the NEARLY layouts of the lowest bounds without a recording of
+        the cut layer. Layouts of `cutoff` seconds or more are left out."""
+        for bound, cell, tail in sorted(found.unrecorded, key=lambda each: each[0])[:NEARLY]:
+            if bound >= min(cutoff, found.fastest_nearly):
+                break
+            self._note_nearly(cell, tail, found)
 
     def _needs_no_recording(self, cell: Cell, found: SearchState, cutoff: float) -> bool:
         """Return True, and count the cell, if bounds without a recording of the cut layer rule all layouts out: without
@@ -283,15 +340,17 @@ class Evaluator:
     def _lacks_room(self, cell: Cell, tail: Tail, found: SearchState, *, recorded: bool = True) -> bool:
         """Return True if a lower bound of the memory does not fit, and this memory cannot change the answer: another
         layout of the strategy lacks less, and this layout does not nearly fit or a faster one does. `recorded` False:
-        the cut layer has no recording."""
+        the cut layer has no recording, and find_nearly judges whether the layout nearly fits."""
         size, known = cell.least_bytes(tail, recorded=recorded), found.closest.get(cell.family.strategy)
         room = self.job.cluster.device.memory_bytes
         if size <= room or known is None or not known.whole or size < known.memory.total:
             return False
-        if size > (1 + MAX_EXCESS_SHARE) * room:
-            return True
         bound = cell.bounds.seconds(tail, "model" if recorded else "cuts")
-        return found.nearly_fits is not None and bound >= found.nearly_fits[0]
+        if size > (1 + MAX_EXCESS_SHARE) * room or bound >= found.fastest_nearly:
+            return True
+        if not recorded:
+            found.unrecorded.append((bound, cell, tail))
+        return not recorded
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
         """Return True if weights, gradients and states alone fit; count the layout if not."""
@@ -328,6 +387,10 @@ def strategy_of(config: Config) -> str:
     if layout.context.token_axes:
         return "context"
     return layout.data.sync if layout.data.strategy.slices else "data"
+
+
+WHOLE, ONE_CUT = (False, False, 0, 1), (False, True, 1)
+"""Rounds (round_of): whole layers on one stage; pipelines of layers with one cut on a node's ranks, in any number."""
 
 
 def round_of(layout: Layout) -> tuple[bool, bool, int, int]:

@@ -30,6 +30,7 @@ allocations. Under GPipe a longer step holds more in proportion.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,7 @@ from meshwright.strategies.pipeline.pipeline import sides_of
 from meshwright.strategies.pipeline.task import Task, TaskKind
 
 if TYPE_CHECKING:
+    from meshwright.config import Config
     from meshwright.planner.plan.compose import ChunkPlan, Composition
     from meshwright.planner.plan.timed_run import TimedRun
 
@@ -365,3 +367,14 @@ def communicator_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str],
             neighbours = run.network.neighbours(axes) if used & DIRECT else 0
             total += group_bytes(ranks, neighbours, channels, direct=bool(used & DIRECT))
     return total
+
+
+def least_communicator_bytes(config: Config, channels: int) -> int:
+    """Return a lower bound of communicator_bytes on each rank, without recordings: the world's, and one for the ranks
+    that sum gradients, for each axis that cuts a layer, and for one neighbour stage."""
+    layout, sizes = config.layout, dict(config.layout.axes)
+    world = math.prod(sizes.values())
+    summed = math.prod(sizes[axis] for axis in layout.token_axes)
+    groups = [world, summed * (summed < world), *(size for axis, size in layout.layer_axes if axis != "depth")]
+    total = sum(group_bytes(ranks, 0, channels, direct=False) for ranks in groups if ranks > 1)
+    return total + 2 * group_bytes(2, 1, channels, direct=True) * (layout.pipeline.size > 1)

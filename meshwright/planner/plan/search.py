@@ -18,7 +18,8 @@
 
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): layers on a
 node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
-over more and more ranks, then both cuts.
+over more and more ranks, then both cuts. If no whole layers fit on one stage, a few pipelines (Evaluator.seeds) are
+second, so that the next rounds begin with a low cutoff.
 Both cuts are tried only if each cut alone is fast enough. After each round layouts are predicted in the order of
 estimated seconds, until K fit and ENOUGH are predicted, or VAIN in a row are not among the K fastest; after the last
 round all that may be.
@@ -53,6 +54,7 @@ from meshwright.planner.plan.answer import Change, Training
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import (
+    WHOLE,
     Evaluator,
     Keep,
     Queued,
@@ -314,8 +316,13 @@ class _Search:
     def run(self) -> None:
         """Predict the fastest layouts, and one layout of each strategy."""
         rounds = _in_rounds(self.families)
+        seeds: list[Config] | None = None
         for index, group in enumerate(rounds):
-            self._gather(group)
+            if seeds is None and not self.best and round_of(group[0].layout) > WHOLE:
+                seeds = self.evaluator.seeds(self.families)
+                self._gather(seeds)
+                self._predict_fastest(VAIN, last=False)
+            self._gather([family for family in group if not any(family is seed for seed in seeds or ())])
             last = index == len(rounds) - 1
             self._predict_fastest(len(rounds) * SIMULATED if last else VAIN, last=last)
         self._try_messages()
@@ -331,6 +338,8 @@ class _Search:
         for strategy in self.strategies:
             if not self._try(strategy) and strategy in self.found.slow:
                 self._try_slow(strategy)
+        if self.best:
+            self.evaluator.find_nearly(self.found, self.best[0].seconds)
 
     def result(self, *, stopped: bool) -> SearchResult:
         """Return the answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
@@ -391,7 +400,7 @@ class _Search:
                     self._evaluate(family, cutoff, found)
                 self.looked_at += 1
         finally:
-            self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.seconds)
+            self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.turn)
             self.passed = 0
             self.found.include(found)
 
@@ -444,7 +453,7 @@ class _Search:
         found = SearchState()
         self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
         for queued in found.queue:
-            insort(self.queue, queued, lo=self.passed, key=lambda candidate: candidate.seconds)
+            insort(self.queue, queued, lo=self.passed, key=lambda candidate: candidate.turn)
         self.found.include(found)
 
     def _try_messages(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from meshwright.compute.model import Chunk
 from meshwright.compute.parameters.role import HIDDEN_MATRIX
 from meshwright.config import Config
-from meshwright.config.layout import DataParallel, PipelineSection
+from meshwright.config.layout import ContextParallel, DataParallel, PipelineSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import HeldStage, Parameter
 from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
@@ -182,11 +182,14 @@ class TimedParts:
 
         def recorded(size: int) -> Lazily[Recording]:
             alone = _alone(config, size)
+            # Kinds of context parallelism differ in the order of tokens, which costs ends a copy of indices.
+            ends = with_field(alone, "layout.context.kind", ContextParallel().kind)
 
             def record(position: int) -> Recording:
                 # A part's input is the output of the part before, at the same size of microbatch.
                 forms = chain[before[position]].outgoing if position in before else ()
-                return self.planner.recordings.of(alone, chunks[position], forms)
+                chunk = chunks[position]
+                return self.planner.recordings.of(alone if chunk.layers else ends, chunk, forms)
 
             chain = Lazily(record)
             return chain

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -24,14 +27,14 @@ from meshwright.planner.plan.answer import answer
 from meshwright.planner.plan.cells import Cell, Family, Judge
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import MIN_RECOMPUTED_SHARE, Estimates
-from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of, strategy_of
+from meshwright.planner.plan.evaluator import SEEDS, Evaluator, SearchState, cuts_within, round_of, strategy_of
 from meshwright.planner.plan.memory import HeldStage, Memory, fits, least_total, verdict
 from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
 from meshwright.planner.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.planner.plan.software import Software
-from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts, sizes_of
+from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts, ranks_of_layer, sizes_of
 from meshwright.ranks.errors import ConfigError
 from tests.planner.plan.clusters import NODES
 from tests.planner.plan.questions import TREE, made_up, memory_of
@@ -206,6 +209,79 @@ def test_a_layer_is_not_recorded_if_memory_or_recomputation_rules_it_out() -> No
         assert not any(
             bounds.least(tail, cutoff) < cutoff and bounds.is_fast_phase(tail, cutoff) for tail in fitting
         ), cell.config.micro
+
+
+def test_seeds_are_pipelines_with_layers_on_a_node() -> None:
+    """Seeds are of all kinds of cuts, over a node's ranks and over half of these; their weights leave room."""
+    words = ("model=llama-3.1-8b", "data.sequence=8192", "batch.global=64", "precision={level: O2, dtype: fp16}")
+    job = SearchJob(parse_config({}, words), with_room(80 * 10**9), 16)
+    models = Estimates(Planner(job.cluster))
+    evaluator = Evaluator(job, models, lambda layout: True)
+    seeds = evaluator.seeds(families(job, {}))
+    assert Counter(ranks_of_layer(seed.layout) for seed in seeds) == {4: SEEDS, 2: SEEDS}
+    assert len({seed.layout.layer for seed in seeds}) == len(seeds)
+    for seed in seeds:
+        assert seed.layout.pipeline.size > 1
+        assert not seed.layout.data.strategy.slices
+        assert models.weights_memory(with_field(seed, "batch.micro", 1)).allocated <= 80 * 10**9
+    small = SearchJob(job.run, with_room(10**9), 16)
+    assert Evaluator(small, Estimates(Planner(small.cluster)), lambda layout: True).seeds(families(small, {})) == []
+
+
+def test_seeds_are_tried_only_if_whole_layers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is the same with and without seeds."""
+    asked: list[list[Config]] = []
+    seeds = Evaluator.seeds
+
+    def noted(evaluator: Evaluator, every: Iterable[Config]) -> list[Config]:
+        asked.append(seeds(evaluator, every))
+        return asked[-1]
+
+    monkeypatch.setattr(Evaluator, "seeds", noted)
+    words = ("model=gpt2-small", "data.sequence=512", "batch.global=16", "precision={level: O2, dtype: fp16}")
+    run, models = parse_config({}, words), Estimates(Planner(with_room(18 * 10**8)))
+    fixed = ("layout.data.sync", "layout.context", "memory")
+    assert search(run, with_room(2**40), 4, fixed=fixed).predictions
+    assert not asked
+    found = search(run, models.planner.cluster, 4, fixed=fixed, models=models)
+    assert asked[0]
+    monkeypatch.setattr(Evaluator, "seeds", lambda evaluator, every: [])
+    without = search(run, models.planner.cluster, 4, fixed=fixed, models=models)
+    assert [each.config for each in found.predictions] == [each.config for each in without.predictions]
+
+
+def test_a_layout_without_a_recording_may_nearly_fit() -> None:
+    """A layout that memory rules out without a recording is judged at the end, if it may be the fastest."""
+    words = ("model=gpt2-small", "data.sequence=512", "batch.global=32", "precision={level: O2, dtype: fp16}")
+    job = SearchJob(parse_config({}, words), with_room(10**15), 8)
+    judge = Judge(job, Estimates(Planner(job.cluster)))
+    family = next(each for each in families(job, {}) if each.layout.tensor.axes and not each.layout.context.axes)
+    bounds = judge.sizes(family)[0][-1]
+    cell, tail = Cell(Family(judge, family, strategy_of(family)), bounds), bounds.tails[0][0]
+    room = int(0.8 * cell.memory(tail).total)
+    small = SearchJob(job.run, with_room(room), 8)
+    evaluator = Evaluator(small, judge.models, lambda layout: True)
+    found = SearchState(unrecorded=[(bounds.seconds(tail, "cuts"), cell, tail)])
+    evaluator.find_nearly(found, 0.0)
+    assert found.nearly_fits is None
+    evaluator.find_nearly(found, 10**9)
+    assert found.nearly_fits is not None
+    assert found.nearly_fits[1:] == (tail.of(cell.config), cell.memory(tail))
+
+
+@pytest.mark.parametrize("words", [DRAWN["untied, key-value heads"], DRAWN["experts"]])
+def test_estimates_count_communicators_without_recordings(words: tuple[str, ...]) -> None:
+    """The estimate is a lower bound of a prediction's communicators, and at least half of the bytes for most."""
+    nodes = with_room(10**15)
+    links = {name: each.model_copy(update={"channels": 24}) for name, each in nodes.links.items()}
+    job = SearchJob(parse_config({}, (*words, "precision={level: O2, dtype: fp16}")), NODES, 8)
+    job = replace(job, cluster=nodes.model_copy(update={"links": links}))
+    models, shares = Estimates(Planner(job.cluster)), []
+    for config in random.Random(3).sample(list(legal_layouts(job)), 12):
+        least = models.estimated_memory(config).communicators
+        shares.append(least / models.planner.predict(config).fullest.communicators)
+    assert median(shares) > 0.5, shares
+    assert max(shares) <= 1.0, shares
 
 
 def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
