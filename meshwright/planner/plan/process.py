@@ -375,6 +375,7 @@ def least_communicator_bytes(config: Config, channels: int) -> int:
     layout, sizes = config.layout, dict(config.layout.axes)
     world = math.prod(sizes.values())
     summed = math.prod(sizes[axis] for axis in layout.token_axes)
-    groups = [world, summed * (summed < world), *(size for axis, size in layout.layer_axes if axis != "depth")]
+    cuts = (*layout.context.axes, *layout.tensor.axes)  # a stage may have layers without experts
+    groups = [world, summed * (summed < world), *(size for axis, size in cuts if axis != "depth")]
     total = sum(group_bytes(ranks, 0, channels, direct=False) for ranks in groups if ranks > 1)
     return total + 2 * group_bytes(2, 1, channels, direct=True) * (layout.pipeline.size > 1)
