@@ -37,6 +37,7 @@ from meshwright.planner.plan.space import (
     SearchJob,
     Tail,
     is_fixed,
+    ordered,
     orders_of,
     own_tail,
     sizes_of,
@@ -319,6 +320,16 @@ class Cell:
             alone = self.without_activations(tail, field, value)
             self._memory[key] = self.judge.models.with_activations(*alone, self.activations(tail))
         return self._memory[key]
+
+    def is_slow_with_sums(self, tail: Tail, cutoff: float) -> bool:
+        """Return True if a slicing layout of one stage is bounded by `cutoff` or more in all orders of axes, counting
+        communication of data parallelism. Needs no recording of the cut layer."""
+        # Sums of whole gradients take little of a step, and stages sum under other stages' tasks.
+        if tail.pipeline.size > 1 or not self.config.layout.data.strategy.slices:
+            return False
+        models, every = self.judge.models, self.bounds.links
+        orders = ordered(tail.of(self.config), self.judge.job, {})
+        return all(models.least_with_sums(config, every, cutoff) >= cutoff for config in orders)
 
     def recomputes_for_nothing(self, tail: Tail) -> bool:
         """Return True if the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""

@@ -152,6 +152,43 @@ class Estimates:
         steps = 0.0 if streams(config) else ending.steps
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
 
+    def least_with_sums(self, config: Config, every: tuple[Links, ...], cutoff: float) -> float:
+        """Return a lower bound of estimated_seconds in the config's order of axes, on one stage, which counts
+        communication of data parallelism, without a recording of the cut layer; or the first bound that is `cutoff` or
+        more.
+
+        Args:
+            config: The layout.
+            every: As in phase_seconds.
+            cutoff: In seconds.
+        """
+        keeper = with_field(config, "memory.recompute", KEEPS_ALL)
+        forward, backward = self.seconds_of_cuts(keeper, every)[every.index(self.links_of_layer(config))]
+        least = _least_step(config, [(forward, backward)])
+        if least >= cutoff:
+            return least
+        ending, count = self._ending(config, self._partition(config)), config.num_microbatches
+        # A step of P seconds has `count` backward passes and as many forward passes, of `forward` seconds at least.
+        earlier = count - 1 if config.layout.data.strategy.slices else 0
+        final, in_forward = ending.reduce + ending.across, ending.overlaps * forward
+        # (seconds, the share of P that hides these)
+        hidden = [
+            (earlier * (ending.reduce + in_forward), ending.overlaps * earlier / count),
+            (final + in_forward, ending.overlaps / count),
+            (2 * count * ending.gather, ending.publishes),
+            (ending.publish, ending.publishes),
+        ]
+        every_sum = earlier * ending.reduce + final + 2 * count * ending.gather + ending.publish
+
+        def step(phase: float) -> float:
+            exposed = sum(max(0.0, seconds - share * phase) for seconds, share in hidden)
+            return phase + exposed + slowed(every_sum - exposed, ending.tax)
+
+        # Linear in P between corners, so the least step has P at a corner.
+        corners = [seconds / share for seconds, share in hidden if share]
+        phases = [least / SURE, *(phase for phase in corners if phase > least / SURE)]
+        return SURE * (min(map(step, phases)) + ending.norm + (0.0 if streams(config) else ending.steps))
+
     def links_of_layer(self, config: Config) -> Links:
         """Return the links that a layer uses: the only influence of the order of axes on a layer's seconds."""
         return self.planner.site.links(config)

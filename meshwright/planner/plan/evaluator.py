@@ -330,9 +330,10 @@ class Evaluator:
         """Return True, and count the cell, if bounds without a recording of the cut layer rule all layouts out: without
         recomputation by memory, with recomputation by seconds."""
         promising = cell.bounds.promising(cutoff)
-        if not all(self._lacks_room(cell, tail, found, recorded=False) for tail in promising):
+        left = [tail for tail in promising if not self._lacks_room(cell, tail, found, recorded=False)]
+        if not all(cell.is_slow_with_sums(tail, cutoff) for tail in left):
             return False
-        slow = len(promising) < len(cell.bounds.tails[0])
+        slow = len(left) > 0 or len(promising) < len(cell.bounds.tails[0])
         found.unfit += not slow
         found.count(cell.family.config, slow=slow)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -181,6 +182,9 @@ def test_bounds_without_recordings_are_below_estimates(words: tuple[str, ...]) -
         assert least_total(models.least_alone(config), held) <= 1.0001 * models.estimated_memory(config).total, config
         links = cell.bounds.links
         assert models.least_of_cuts(config, links) <= 1.0001 * models.least_seconds(config, links), layout_text(config)
+        if config.layout.pipeline.size == 1 and ranks_of_layer(config.layout) > 1:
+            with_sums = models.least_with_sums(config, links, math.inf)
+            assert with_sums <= 1.0001 * models.estimated_seconds(config), layout_text(config)
     assert len(cuts) >= min(6, len({family.layout.layer for family in every}))
 
 
