@@ -333,6 +333,12 @@ class Evaluator:
         left = [tail for tail in promising if not self._lacks_room(cell, tail, found, recorded=False)]
         if not all(cell.is_slow_with_sums(tail, cutoff) for tail in left):
             return False
+        most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
+        found.unrecorded += [
+            (cell.bounds.seconds(tail, "cuts"), cell, tail)
+            for tail in promising
+            if tail not in left and cell.least_bytes(tail, recorded=False) <= most
+        ]
         slow = len(left) > 0 or len(promising) < len(cell.bounds.tails[0])
         found.unfit += not slow
         found.count(cell.family.config, slow=slow)
@@ -346,12 +352,8 @@ class Evaluator:
         room = self.job.cluster.device.memory_bytes
         if size <= room or known is None or not known.whole or size < known.memory.total:
             return False
-        bound = cell.bounds.seconds(tail, "model" if recorded else "cuts")
-        if size > (1 + MAX_EXCESS_SHARE) * room or bound >= found.fastest_nearly:
-            return True
-        if not recorded:
-            found.unrecorded.append((bound, cell, tail))
-        return not recorded
+        nearly = size <= (1 + MAX_EXCESS_SHARE) * room and recorded
+        return not (nearly and cell.bounds.seconds(tail) < found.fastest_nearly)
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
         """Return True if weights, gradients and states alone fit; count the layout if not."""

@@ -437,18 +437,20 @@ def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> No
 @pytest.mark.parametrize("words", DRAWN.values(), ids=DRAWN)
 @pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.long)])
 def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count: int) -> None:
-    """Of layouts drawn from the whole space, with recomputation, experts and heads of several layers. An estimate
-    exceeds a prediction by more than 1 %, and by at most a quarter, only if the run's clock puts other numbers of
-    layers on the stages."""
+    """Of layouts drawn from the whole space, with recomputation, experts and heads of several layers. No estimate
+    of one stage exceeds its prediction by more than 1 %."""
     job = SearchJob(parse_config({}, (*words, "precision={level: O2, dtype: fp16}")), with_room(10**15), 8)
     models, shares = Estimates(Planner(job.cluster)), {}
     judge, every = Judge(job, models), list(families(job, {}))
     for family in random.Random(count).sample(every, min(count, len(every))):
         cell = Cell(Family(judge, family, strategy_of(family)), random.Random(1).choice(judge.sizes(family)[0]))
         config = random.Random(2).choice(cell.bounds.tails[0]).of(cell.config)
+        # The run's clock may put other numbers of layers on the stages than the estimate: both get the clock's.
+        if config.layout.pipeline.size > 1:
+            config = with_field(config, "layout.pipeline.partition", models.planner.partition(config))
         predicted = models.planner.predict(config).fullest.allocated
         shares[layout_text(config)] = models.estimated_memory(config).allocated / predicted
-        assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.25), shares
+        assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), shares
     assert median(shares.values()) >= 0.9, shares
 
 
