@@ -140,7 +140,7 @@ class PipelinePhase:
         self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
         self.costs = cache(lambda *key: (cost := costs(*key))._replace(seconds=_ticks(cost.seconds)))
-        self.latency = cache(lambda start, end: _ticks(latency(start, end)))
+        self.latency, self.delay, self.cost = latency, cache(self._delay), cache(self._cost)
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
 
     @cached_property
@@ -188,20 +188,16 @@ class PipelinePhase:
         """Simulate a step of `some` microbatches, with the places of a step of `count`."""
         begun: list[list[Cost]] = [[] for _ in range(self.stages)]
 
+        # The last simulated microbatch is the step's last, which completes gradients.
+        places = [place(index, self.count) for index in (*range(some - 1), self.count - 1)]
+
         def seconds(stage: int, task: Task) -> float:
-            # The last simulated microbatch is the step's last, which completes gradients.
-            index = task.microbatch if task.microbatch < some - 1 else self.count - 1
-            cost = self.cost(stage, task, place(index, self.count))
+            cost = self.cost(stage, task.kind, task.chunk, places[task.microbatch])
             begun[stage].append(cost)  # the clock asks in the order in which a stage's tasks begin
             return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
-            chunk, at = self.placement.places[start][task.chunk]
-            position = self.placement.positions[start][chunk]
-            if self.pieces is not None and self.placement.crosses(start, task):
-                before = at if task.kind is TaskKind.FORWARD else at - 1
-                return _ticks(self.pieces(position, task.kind, 0).trades[before])
-            return self.latency(position, position + (1 if task.kind is TaskKind.FORWARD else -1))
+            return self.delay(start, task.kind, task.chunk)
 
         timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
         last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
@@ -239,14 +235,22 @@ class PipelinePhase:
         times = (self.count - some - rest) // microbatches
         return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
 
-    def cost(self, stage: int, task: Task, which: int) -> Cost:
+    def _cost(self, stage: int, task_kind: TaskKind, task_chunk: int, which: int) -> Cost:
         """Return the cost of a stage's task, or of one piece of a task; `which`: the microbatch's place."""
-        chunk, at = self.placement.places[stage][task.chunk]
+        chunk, at = self.placement.places[stage][task_chunk]
         position = self.placement.positions[stage][chunk]
         if self.pieces is None:
-            return self.costs(position, task.kind, which)
-        cost = self.pieces(position, task.kind, which).costs[at]
+            return self.costs(position, task_kind, which)
+        cost = self.pieces(position, task_kind, which).costs[at]
         return cost._replace(seconds=_ticks(cost.seconds))
+
+    def _delay(self, stage: int, task_kind: TaskKind, task_chunk: int) -> float:
+        """Return the seconds of the message after a stage's task, or after one piece of a task."""
+        chunk, at = self.placement.places[stage][task_chunk]
+        position, forward = self.placement.positions[stage][chunk], task_kind is TaskKind.FORWARD
+        if self.pieces is not None and self.placement.crosses(stage, Task(task_kind, 0, task_chunk)):
+            return _ticks(self.pieces(position, task_kind, 0).trades[at if forward else at - 1])
+        return _ticks(self.latency(position, position + (1 if forward else -1)))
 
     @cached_property
     def slowest(self) -> float:
@@ -254,7 +258,7 @@ class PipelinePhase:
         middle = [
             [
                 sum(
-                    self.cost(stage, Task(task_kind, 0, at), 1).seconds
+                    self.cost(stage, task_kind, at, 1).seconds
                     for numbers in self.placement.numbers[stage]
                     for at in numbers
                 )

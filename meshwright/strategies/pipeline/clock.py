@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 from meshwright.strategies.pipeline.engine import StageProcess, fixed_order, stage_process
 from meshwright.strategies.pipeline.placement import ChunkPlacement
@@ -130,13 +129,8 @@ class _Stage:
     """The end of the stage's last exchange of rows, in seconds."""
 
 
-class _Event(NamedTuple):
-    """At `time` a message arrives at `stage`, or the stage's task ends (`message` None). `order` breaks ties."""
-
-    time: float
-    order: int
-    stage: int
-    message: Arrival | None
+_Event = tuple[float, int, int, Arrival | None]
+"""(seconds, number of the event, stage, message): the message arrives at the stage, or the stage's task ends (None)."""
 
 
 class _Simulation:
@@ -167,11 +161,13 @@ class _Simulation:
             self.begin(0.0, index, next(stage.process, None))
         self.keep_pace(0.0)
         while self.events:
-            time = self.events[0].time
+            time = self.events[0][0]
             free: set[int] = set()
-            while self.events and self.events[0].time == time:
+            while self.events and self.events[0][0] == time:
                 # All events of a moment are applied before any stage decides.
-                free |= self.happen(heapq.heappop(self.events))
+                event = heapq.heappop(self.events)
+                if self.happens(event):
+                    free.add(event[2])
             # Sorted, since costs may draw random numbers in the order of calls.
             for index in sorted(free):
                 self.resume(time, index)
@@ -181,20 +177,21 @@ class _Simulation:
         spans = (task_span(*begun, ended) for begun, ended in zip(self.begun, self.ended, strict=True))
         return Timeline(len(self.stages), tuple(spans))
 
-    def happen(self, event: _Event) -> set[int]:
-        """Apply an event; return the stages that may decide."""
-        stage = self.stages[event.stage]
-        if event.message is not None:
-            assert stage.action is not None, f"{event.message} for stage {event.stage}, which is done"
-            stage.inbox.append(event.message)
-            return set() if stage.busy else {event.stage}
+    def happens(self, event: _Event) -> bool:
+        """Apply an event; return whether the event's stage may decide."""
+        time, _, index, message = event
+        stage = self.stages[index]
+        if message is not None:
+            assert stage.action is not None, f"{message} for stage {index}, which is done"
+            stage.inbox.append(message)
+            return not stage.busy
         if event is not stage.ending:
-            return set()  # an event from before the pace changed
+            return False  # an event from before the pace changed
         stage.busy, stage.ending = False, None
-        assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
-        self.ended[stage.task_index] = event.time
-        self.send(event.time, event.stage, stage.action)
-        return {event.stage}
+        assert isinstance(stage.action, Task), f"stage {index} ended what it did not begin"
+        self.ended[stage.task_index] = time
+        self.send(time, index, stage.action)
+        return True
 
     def send(self, time: float, index: int, task: Task) -> None:
         """Queue the arrival of a task's message. Between two chunks of one stage the message arrives at once."""
@@ -202,7 +199,7 @@ class _Simulation:
         if sent is None:
             return
         to, message = sent
-        if self.placement.crosses(index, task):
+        if to == index and self.placement.crosses(index, task):
             # A stage's exchanges of rows share the stage's links: one after another, in the order of tasks.
             stage = self.stages[index]
             stage.traded = max(time, stage.traded) + self.latency(index, to, task)
@@ -211,7 +208,7 @@ class _Simulation:
             self.push(time if to == index else time + self.latency(index, to, task), to, message)
 
     def push(self, time: float, index: int, message: Arrival | None) -> _Event:
-        event = _Event(time, self.num_events, index, message)
+        event = time, self.num_events, index, message
         heapq.heappush(self.events, event)
         self.num_events += 1
         return event
@@ -244,6 +241,6 @@ class _Simulation:
             return
         for index, stage in enumerate(self.stages):
             if stage.ending is not None:
-                # The remaining work continues at the new pace. `happen` skips the old event, which stays in the heap.
-                left = (stage.ending.time - time) * before
+                # The remaining work continues at the new pace. `happens` skips the old event, which stays in the heap.
+                left = (stage.ending[0] - time) * before
                 stage.ending = self.push(time + left / self.rate, index, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -95,7 +96,14 @@ class Span(NamedTuple):
 
 def task_span(stage: int, task: Task, start_seconds: float, end_seconds: float) -> Span:
     """Return the span of a task."""
-    return Span(stage, str(task), CATEGORIES[task.kind], start_seconds, end_seconds, task.microbatch, task.chunk)
+    task_kind, microbatch, chunk = task
+    return Span(stage, _name(task), CATEGORIES[task_kind], start_seconds, end_seconds, microbatch, chunk)
+
+
+@lru_cache(maxsize=2**14)
+def _name(task: Task) -> str:
+    # All stages of a simulated step have the same tasks.
+    return str(task)
 
 
 @dataclass(frozen=True)

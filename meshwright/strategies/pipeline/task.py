@@ -213,9 +213,9 @@ class View:
 
     def after(self, task: Task) -> View:
         """Return the view after a task: the task is counted, and its message removed from `arrivals`."""
-        task_kind, _, chunk = task
+        task_kind, microbatch, chunk = task
         assert self.ready(task_kind, chunk), f"{task} is not ready: {self}"
-        assert task == self.next(task_kind, chunk), f"{task} out of turn: {self}"
+        assert microbatch == self.chunks[chunk][DONE[task_kind]], f"{task} out of turn: {self}"
         arrivals = self.arrivals
         if task in arrivals:
             position = arrivals.index(task)
@@ -229,20 +229,21 @@ class View:
         state = view.__dict__
         state.update(self.__dict__)
         state["arrivals"] = arrivals
-        counts, total = [*self.chunks[chunk]], [*self.total]
-        counts[counter] += 1
-        total[counter] += 1
         # The total is updated, not summed at each access: summing was much of a simulated task's time.
-        state["total"] = chunk_counters = Counters(*total)
-        if len(self.chunks) > 1:
-            chunk_counters = Counters(*counts)
-        state["chunks"] = (*self.chunks[:chunk], chunk_counters, *self.chunks[chunk + 1 :])
+        total = [*self.total]
+        total[counter] += 1
+        state["total"] = counters = tuple.__new__(Counters, total)
+        if len(self.chunks) == 1:
+            state["chunks"] = (counters,)
+            return view
+        counts = [*self.chunks[chunk]]
+        counts[counter] += 1
+        state["chunks"] = (*self.chunks[:chunk], tuple.__new__(Counters, counts), *self.chunks[chunk + 1 :])
         return view
 
     def expects(self, task_kind: TaskKind, chunk: int = 0) -> Arrival:
         """Return a chunk's next message of this kind in order."""
-        counts = self.chunks[chunk]
-        return Arrival(task_kind, counts.activations if task_kind is TaskKind.FORWARD else counts.gradients, chunk)
+        return Arrival(task_kind, self.chunks[chunk][COME[task_kind]], chunk)
 
     def with_arrival(self, task_kind: TaskKind, chunk: int = 0) -> View:
         """Return the view after a chunk's next message of this kind has been received."""
