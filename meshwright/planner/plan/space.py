@@ -29,7 +29,7 @@ Fields that the user has fixed keep the run's values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import permutations, product
@@ -354,7 +354,7 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
         tuple(dict(tensor)),
     )
     reach = _ranks_in_reach(config, job)
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[Hashable, ...]] = set()
     # Only whole axes are permuted. The axes of the tensor section stay together, in the section's order.
     orders = (tuple(name for block in chosen for name in block) for chosen in permutations(blocks))
     for order in (tuple(name for name, _ in usual), *orders):
@@ -367,9 +367,19 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
 
 
 @cache
-def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
-    """Return each rank's unit of `unit` ranks, comparable between orders of the axes. Ranks are listed by coordinates
-    on the axes sorted by name, and units are numbered by first occurrence."""
+def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[Hashable, ...]:
+    """Return a key of the groups of `unit` consecutive ranks, comparable between orders of the axes: the ranks of each
+    axis in a group; if these do not divide, each rank's group. Ranks are then listed by coordinates on the axes sorted
+    by name, and groups are numbered by first occurrence."""
+    inside, left = [], unit
+    for name, size in reversed(axes):
+        part = math.gcd(size, left)
+        if part < min(size, left):
+            break
+        inside.append((name, part))
+        left //= part
+    else:
+        return tuple(sorted(each for each in inside if each[1] > 1))
     strides, stride = {}, 1
     for name, size in reversed(axes):
         strides[name], stride = stride, stride * size

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from typing import Any
 
 import pytest
 
+from meshwright.compute.tensor.section import Megatron
 from meshwright.config import Config, parse_config
-from meshwright.config.layout import ContextParallel, Layout
+from meshwright.config.layout import ContextParallel, DataParallel, Layout, PipelineSection
 from meshwright.config.rules import broken_rules
 from meshwright.planner.plan.cluster import Cluster, load_cluster
 from meshwright.planner.plan.software import load_program
@@ -19,6 +20,7 @@ from meshwright.planner.plan.space import (
     as_messages,
     fixed_fields,
     legal_layouts,
+    orders_of,
     ranks_per_node,
     savings,
 )
@@ -228,6 +230,32 @@ def test_an_order_is_there_for_what_it_puts_together() -> None:
     tree = TREE | {"layout": {"pipeline": {"size": 2}}}
     found = legal_layouts(job_of(4, tree, ("layout.tensor", "layout.pipeline.size")))
     assert {config.layout.order for config in found} == {"auto", ("pipe", "data")}
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 1, 2), (4, 2, 8, 1), (3, 2, 4, 2), (6, 3, 1, 2), (2, 2, 3, 3)])
+def test_each_order_puts_other_ranks_on_a_node(sizes: tuple[int, ...]) -> None:
+    """Of all orders of the axes, exactly one is tried for each grouping of a run's ranks by node."""
+    data, pipe, context, tensor = sizes
+    layout = Layout(
+        data=DataParallel(size=data), pipeline=PipelineSection(size=pipe), context=ContextParallel(size=context),
+        tensor=Megatron(kind="megatron", size=tensor),
+    )  # fmt: skip
+    for on_a_node in (2, 3, 4, 6, 8):
+        job = SearchJob(parse_config(TREE), cluster_of(on_a_node), layout.world_size)
+        unit = ranks_per_node(job.cluster, job.devices)
+        config = job.run.model_copy(update={"layout": layout.model_copy(update={"ranks_per_node": unit})})
+
+        def nodes(names: Sequence[str], unit: int = unit) -> frozenset[frozenset[tuple[int, ...]]]:
+            axes, usual = dict(layout.axes), [name for name, _ in layout.axes]
+            ranks = list(product(*(range(axes[name]) for name in names)))
+            coordinates = [tuple(dict(zip(names, rank, strict=True))[name] for name in usual) for rank in ranks]
+            return frozenset(frozenset(coordinates[at : at + unit]) for at in range(0, len(ranks), unit))
+
+        usual = tuple(name for name, size in layout.axes if size > 1)
+        fixed = tuple(name for name, size in layout.axes if size == 1)
+        tried = [nodes((*fixed, *(usual if order == "auto" else order))) for order in orders_of(config, job)]
+        assert len(set(tried)) == len(tried)
+        assert set(tried) == {nodes((*fixed, *order)) for order in permutations(usual)}
 
 
 def test_why_a_kind_is_not_there() -> None:
