@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan.estimate import Estimates
 
 
-Bounded = Literal["cuts", "layers", "model"]
+Bounded = Literal["whole", "cuts", "layers", "model"]
 """The work in a lower bound: the model with two cuts, from models with one cut; layers; the model. A later bound needs
 more recordings."""
 
@@ -109,7 +109,9 @@ class Bounds:
         key = tail.recompute, max(CHUNKS, tail.pipeline.chunks), bounded
         if key not in self._seconds:
             config, models = tail.of(self.config), self.judge.models
-            if bounded == "cuts":
+            if bounded == "whole":
+                self._seconds[key] = models.least_of_whole(config, self.links)
+            elif bounded == "cuts":
                 self._seconds[key] = models.least_of_cuts(config, self.links)
             else:
                 self._seconds[key] = models.least_seconds(config, self.links, layers=bounded == "layers")
@@ -125,7 +127,7 @@ class Bounds:
         """Return the first bound of a layout's seconds that is `cutoff` or more; else the bound from the whole
         model."""
         seconds = 0.0
-        for bounded in get_args(Bounded):
+        for bounded in get_args(Bounded)[1:]:
             seconds = self.seconds(tail, bounded)
             if seconds >= cutoff:
                 break
@@ -140,7 +142,9 @@ class Bounds:
     def promising(self, cutoff: float) -> list[Tail]:
         """Return the tails with a bound below `cutoff` without a recording of the cut layer."""
         if cutoff not in self._promising:
-            self._promising[cutoff] = [tail for tail in self.tails[0] if self.seconds(tail, "cuts") < cutoff]
+            # Most tails are too slow without recomputation already.
+            fast = (tail for tail in self.tails[0] if self.seconds(tail.keeping(), "cuts") < cutoff)
+            self._promising[cutoff] = [tail for tail in fast if self.seconds(tail, "cuts") < cutoff]
         return self._promising[cutoff]
 
     def fast(self, cutoff: float) -> tuple[list[Tail], float]:
@@ -242,14 +246,18 @@ class Judge:
 
 @dataclass(eq=False)
 class Family:
-    """Layouts with equal choices up to the microbatch's size. `strategy`: evaluator.strategy_of. `alone`: memory
-    without activations; `least_alone`: lower bounds of the bytes of `alone`."""
+    """Layouts with equal choices up to the microbatch's size. `alone`: memory without activations; `least_alone`: lower
+    bounds of the bytes of `alone`."""
 
     judge: Judge
     config: Config
-    strategy: str
     alone: dict[_Alone, tuple[Memory, int]] = field(default_factory=dict)
     least_alone: dict[_Alone, float] = field(default_factory=dict)
+
+    @cached_property
+    def strategy(self) -> str:
+        """`strategy_of` the family."""
+        return strategy_of(self.config)
 
     @cached_property
     def offloads_late(self) -> bool:
@@ -392,3 +400,16 @@ class Cell:
             return False
         # Estimates of memory may be 1 - SURE_BYTES too low; the verdict "fits" leaves more than this free.
         return verdict(self.memory(tail, *sync), cluster) == "fits"
+
+
+def strategy_of(config: Config) -> str:
+    """Name the strategy, `data`, `zero3`, `megatron`, `pipeline` or `context`: the layout's first axis other than
+    replicas."""
+    layout = config.layout
+    if layout.tensor.axes:
+        return layout.tensor.kind
+    if layout.pipeline.size > 1:
+        return "pipeline"
+    if layout.context.token_axes:
+        return "context"
+    return layout.data.sync if layout.data.strategy.slices else "data"

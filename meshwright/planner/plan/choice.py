@@ -9,8 +9,9 @@ from meshwright.config import Config
 from meshwright.config.registry import entries
 from meshwright.config.section import divisors, with_field
 from meshwright.planner.plan.answer import Change, changes, is_difference
+from meshwright.planner.plan.cells import strategy_of
 from meshwright.planner.plan.estimate import Estimates
-from meshwright.planner.plan.evaluator import RunnerUp, strategy_of
+from meshwright.planner.plan.evaluator import RunnerUp
 from meshwright.planner.plan.logits import with_larger_chunks
 from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.search import SearchResult, search

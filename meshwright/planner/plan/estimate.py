@@ -224,6 +224,14 @@ class Estimates:
             whole = with_field(config, "memory.recompute", KEEPS_ALL)
         return _least_step(config, self.seconds_of_cuts(whole, every))
 
+    def least_of_whole(self, config: Config, every: tuple[Links, ...]) -> float:
+        """Return a lower bound of least_seconds from whole layers, in equal shares of a layer's ranks. `every`: as in
+        phase_seconds."""
+        whole = with_field(config, "memory.recompute", KEEPS_ALL)
+        *_, (uncut, names, ranks) = self.fewer_cuts(whole)
+        seconds = self.whole_seconds(uncut, tuple(dict.fromkeys(links.along(names) for links in every)), True)
+        return _least_step(config, [(forward / abs(ranks), backward / abs(ranks)) for forward, backward in seconds])
+
     @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
     def seconds_of_cuts(self, config: Config, every: tuple[Links, ...]) -> list[tuple[float, float]]:
         """Return a lower bound of whole_seconds from models with fewer cuts (least_of_cuts)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -13,7 +13,7 @@ from meshwright.compute.tensor.section import TensorSection, Whole
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.section import divisors, with_field
-from meshwright.planner.plan.cells import Cell, Family, Judge
+from meshwright.planner.plan.cells import Cell, Family, Judge, strategy_of
 from meshwright.planner.plan.logits import with_smaller_chunks
 from meshwright.planner.plan.memory import Memory, fits, lacks_host, verdict
 from meshwright.planner.plan.space import (
@@ -34,12 +34,6 @@ Keep = Callable[[Layout], bool]
 
 MAX_EXCESS_SHARE = 0.5
 """A layout that needs at most (1 + this share) of a device's memory is reported as nearly fitting."""
-
-SEEDS = 3
-"""The number of seeds with layers on as many ranks."""
-
-SEED_SHARE = 0.7
-"""The most of a device's memory that a seed's weights, gradients and states take."""
 
 NEARLY = 16
 """The number of layouts without a recording that are judged at a search's end for nearly fitting."""
@@ -150,7 +144,7 @@ class Evaluator:
     keep: Keep
 
     def __post_init__(self) -> None:
-        self._judge = Judge(self.job, self.models)
+        self.judge = Judge(self.job, self.models)
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Estimate a family's layouts into `found`. A layout is dropped at the first bound that does not fit or is
@@ -158,8 +152,8 @@ class Evaluator:
         if not self.keep(family.layout):
             return
         has_room: bool | None = None
-        whole, memory_bytes = Family(self._judge, family, strategy_of(family)), self.job.cluster.device.memory_bytes
-        every, problems = self._judge.sizes(family)
+        whole, memory_bytes = Family(self.judge, family), self.job.cluster.device.memory_bytes
+        every, problems = self.judge.sizes(family)
         found.refused = problems | found.refused
         for bounds in every:
             cell = Cell(whole, bounds)
@@ -182,7 +176,7 @@ class Evaluator:
                 # the largest microbatch, with the narrowest gradients, is checked for all sizes.
                 if has_room is None:
                     largest = with_field(family, "batch.micro", family.replica_batch)
-                    widest = Cell(whole, self._judge.bounds(largest)), own_tail(largest)
+                    widest = Cell(whole, self.judge.bounds(largest)), own_tail(largest)
                     has_room = widest[0].alone_bytes(widest[1]) <= memory_bytes or self._has_room(*widest, found)
                 if not has_room:
                     return
@@ -191,27 +185,6 @@ class Evaluator:
                 if memory is not None:
                     for config in ordered(tail.of(cell.config), self.job, found.refused):
                         self._estimate(config, memory, found, cutoff)
-
-    def seeds(self, families: Iterable[Config]) -> list[Config]:
-        """Return pipelines with cut layers on a node's ranks, or on half of these, and gradients summed at once: of
-        each number of ranks the SEEDS with the lowest bounds of seconds. Large models are mostly the fastest in such
-        layouts."""
-        cut = [family for family in families if round_of(family.layout)[:3] == ONE_CUT and family.layout.tensor.axes]
-        most = max((ranks_of_layer(family.layout) for family in cut), default=1)
-        bounds: dict[int, dict[Hashable, tuple[float, Config]]] = {most: {}, most // 2: {}}
-        for family in cut:
-            layout, known = family.layout, bounds.get(ranks_of_layer(family.layout))
-            sizes, _ = self._judge.sizes(family)
-            if known is None or layout.data.strategy.slices or not sizes:
-                continue
-            tail, cell = own_tail(sizes[0].config), Cell(Family(self._judge, family, strategy_of(family)), sizes[0])
-            if cell.alone_bytes(tail) > SEED_SHARE * self.job.cluster.device.memory_bytes:
-                continue
-            # Of equal bounds the first: syncs are registered from the one that slices least.
-            fastest = known.get(layout.layer, (math.inf, family))
-            known[layout.layer] = min(fastest, (sizes[0].seconds(tail, "layers"), family), key=lambda each: each[0])
-        every = (sorted(known.values(), key=lambda each: each[0])[:SEEDS] for known in bounds.values())
-        return [family for few in every for _, family in few]
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
@@ -231,8 +204,8 @@ class Evaluator:
         waiting, seen = [config], {config}
         while waiting:
             for saving in savings(waiting.pop(), self.job):
-                whole = Family(self._judge, saving, strategy_of(saving))
-                cell, tail = Cell(whole, self._judge.bounds(saving)), own_tail(saving)
+                whole = Family(self.judge, saving)
+                cell, tail = Cell(whole, self.judge.bounds(saving)), own_tail(saving)
                 if saving in seen or cell.waits(tail, full):
                     continue
                 seen.add(saving)
@@ -379,21 +352,8 @@ class Evaluator:
             found.closest[strategy] = RunnerUp(strategy, tail.of(cell.config), memory, whole)
 
 
-def strategy_of(config: Config) -> str:
-    """Name the strategy, `data`, `zero3`, `megatron`, `pipeline` or `context`: the layout's first axis other than
-    replicas."""
-    layout = config.layout
-    if layout.tensor.axes:
-        return layout.tensor.kind
-    if layout.pipeline.size > 1:
-        return "pipeline"
-    if layout.context.token_axes:
-        return "context"
-    return layout.data.sync if layout.data.strategy.slices else "data"
-
-
-WHOLE, ONE_CUT = (False, False, 0, 1), (False, True, 1)
-"""Rounds (round_of): whole layers on one stage; pipelines of layers with one cut on a node's ranks, in any number."""
+WHOLE = (False, False, 0, 1)
+"""The round (round_of) of whole layers on one stage."""
 
 
 def round_of(layout: Layout) -> tuple[bool, bool, int, int]:

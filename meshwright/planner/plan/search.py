@@ -18,8 +18,8 @@
 
 The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): layers on a
 node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
-over more and more ranks, then both cuts. If no whole layers fit on one stage, a few pipelines (Evaluator.seeds) are
-second, so that the next rounds begin with a low cutoff.
+over more and more ranks, then both cuts. After whole layers a few pipelines (seeds.py) are evaluated, so that the next
+rounds begin with a low cutoff. Layouts with a tight estimate are predicted after the rounds.
 Both cuts are tried only if each cut alone is fast enough. After each round layouts are predicted in the order of
 estimated seconds, until K fit and ENOUGH are predicted, or VAIN in a row are not among the K fastest; after the last
 round all that may be.
@@ -51,6 +51,7 @@ from meshwright.config.registry import entries
 from meshwright.config.section import with_field
 from meshwright.data.files import ShowProgress, silent
 from meshwright.planner.plan.answer import Change, Training
+from meshwright.planner.plan.cells import strategy_of
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.evaluator import (
@@ -62,10 +63,10 @@ from meshwright.planner.plan.evaluator import (
     SearchState,
     cuts_within,
     round_of,
-    strategy_of,
 )
 from meshwright.planner.plan.memory import Memory, bytes_text, lacks_host, missing, verdict
 from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.planner.plan.seeds import seeds_of
 from meshwright.planner.plan.software import Program
 from meshwright.planner.plan.space import SearchJob, as_messages, families, own_layout
 from meshwright.ranks.errors import ConfigError, Problem
@@ -96,6 +97,9 @@ the prediction."""
 AS_MESSAGES = 2
 """How many of the fastest layouts with shared experts are also predicted with rows as messages, which takes several
 times as long to simulate."""
+
+MUCH_FASTER = 0.95
+"""The most that a seed's score is of the fastest prediction: predictions are mostly a few percent above scores."""
 
 TRIES = 6
 """Layouts predicted of a strategy that is not among the fastest, until one fits; then the least full one decides."""
@@ -262,8 +266,8 @@ class _Search:
     predictions that fit. `tight`: the fastest that fit, but only tightly. `known`: all predictions. `fastest`: one by
     strategy, a fitting layout before a tight one. `fitting`: estimated seconds of layouts that fit. `dominated`:
     layouts that fit, but save memory that a layout in `fitting` does not need to save. `behind`: layouts at or above
-    the cutoff, and tight ones that are no faster. `too_full`: predicted memory of layouts that do not fit in any order
-    of axes, by the layout in the usual order.
+    the cutoff, and with a tight estimate. `too_full`: predicted memory of layouts that do not fit in any order
+    of axes, by the layout in the usual order. `evaluated`: ids of the evaluated families.
     """
 
     def __init__(
@@ -278,7 +282,7 @@ class _Search:
         self.simulated = self.passed = 0
         self.families: list[Config] = []
         self.strategies: list[str] = []
-        self.looked_at = 0
+        self.evaluated: set[int] = set()
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
@@ -299,7 +303,7 @@ class _Search:
     @property
     def left_share(self) -> float:
         """The share of families not evaluated yet."""
-        return 1 - self.looked_at / max(1, len(self.families))
+        return 1 - len(self.evaluated) / max(1, len(self.families))
 
     def predict_own(self) -> None:
         """List the families of layouts, and predict the run's own layout."""
@@ -316,15 +320,17 @@ class _Search:
     def run(self) -> None:
         """Predict the fastest layouts, and one layout of each strategy."""
         rounds = _in_rounds(self.families)
-        seeds: list[Config] | None = None
+        is_seeded = False
         for index, group in enumerate(rounds):
-            if seeds is None and not self.best and round_of(group[0].layout) > WHOLE:
-                seeds = self.evaluator.seeds(self.families)
-                self._gather(seeds)
+            if not is_seeded and round_of(group[0].layout) > WHOLE:
+                is_seeded = True
+                limit = MUCH_FASTER * self.best[0].seconds if self.best else math.inf
+                self._gather(seeds_of(self.evaluator.judge, self.families, limit))
                 self._predict_fastest(VAIN, last=False)
-            self._gather([family for family in group if not any(family is seed for seed in seeds or ())])
+            self._gather(group)
             last = index == len(rounds) - 1
             self._predict_fastest(len(rounds) * SIMULATED if last else VAIN, last=last)
+        self._try_tight()
         self._try_messages()
         # If fewer than K layouts fit, layouts with unneeded savings of memory fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
@@ -393,16 +399,32 @@ class _Search:
         cutoff, found = self.cutoff, SearchState(closest=dict(known.closest), nearly_fits=known.nearly_fits)
         try:
             for family in group:
+                if id(family) in self.evaluated:
+                    continue
+                self.evaluated.add(id(family))
                 # Two cuts together make no layer cheaper than one of the cuts alone.
                 if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                     self.found.count(family, slow=True)
                 else:
                     self._evaluate(family, cutoff, found)
-                self.looked_at += 1
         finally:
             self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.turn)
             self.passed = 0
             self.found.include(found)
+
+    def _try_tight(self) -> None:
+        """Predict the fastest layouts with a tight estimate, until K are known or `most` in a row do not fit; all that
+        fit are tight, and shown only if faster than the fastest that fits."""
+        tight, vain = [queued for queued in self.behind if queued.tight], 0
+        most = TRIES if self.best else SIMULATED
+        for queued in sorted(tight, key=lambda candidate: candidate.seconds):
+            behind = bool(self.best) and queued.seconds >= self.best[0].seconds
+            if behind or len(self.tight) >= self.top or vain >= most:
+                return
+            known = len(self.known)
+            # Memory is predicted first, and the seconds of a layout that fits: most do not.
+            self._predict(queued.config)
+            vain = 0 if len(self.known) > known else vain + 1
 
     def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
         """Evaluate a family into `found`, and name the family on the progress line."""
@@ -428,9 +450,8 @@ class _Search:
                     return
                 continue
             self.passed += 1
-            behind = bool(self.best) and queued.seconds >= self.best[0].seconds
-            # A tight layout is shown only if faster than the first that fits.
-            if queued.tight and (behind or len(self.tight) >= self.top):
+            # A layout of a tight estimate is no answer while others fit: predicted at the end (_try_tight).
+            if queued.tight:
                 self.behind.append(queued)
                 self._queue_savings(queued.config)
                 continue

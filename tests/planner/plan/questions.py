@@ -108,6 +108,9 @@ class MadeUp:
     def least_of_cuts(self, config: Config, every: tuple[Hashable, ...]) -> float:
         return 0.7
 
+    def least_of_whole(self, config: Config, every: tuple[Hashable, ...]) -> float:
+        return 0.5
+
     def least_with_sums(self, config: Config, every: tuple[Hashable, ...], cutoff: float) -> float:
         return 0.95 * self.estimated_seconds(config)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import parse_config
+from meshwright.planner.plan.cells import strategy_of
 from meshwright.planner.plan.choice import REPLICAS_ALONE, answered, complexity, nearest_sizes, simplest_first
 from meshwright.planner.plan.cluster import load_cluster
 from meshwright.planner.plan.estimate import Estimates
-from meshwright.planner.plan.evaluator import strategy_of
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import plan_sentences
 from meshwright.planner.plan.search import SearchResult, layout_text, search

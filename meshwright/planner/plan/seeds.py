@@ -1,0 +1,85 @@
+"""Seeds of a search: a few pipelines that are predicted early, so that later layouts meet a low cutoff.
+
+A layout's score is a lower bound of seconds, times 1 + (p - 1) / (n c): the idle share of p stages with c chunks and n
+microbatches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Of the layouts in `python -m
+benchmarks.plan_search` the fastest are 2 to 6 % slower than their scores.
+
+A score is first computed from whole layers, in equal shares of a layer's ranks, and again from recordings of the
+layer's cuts once no other score is lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
+
+from meshwright.config import Config
+from meshwright.planner.plan.cells import Cell, Family, Judge
+from meshwright.planner.plan.space import OFFLOAD, SAVINGS, Tail, ranks_of_layer, ranks_per_node
+
+SEEDS = 2
+"""The most seeds with equal numbers of stages and of ranks that share a layer."""
+
+MOST_SEEDS = 12
+"""The most seeds."""
+
+SEED_SHARE = 0.9
+"""The most of a device's memory that a seed takes by the lower bound."""
+
+SMALLEST = 2
+"""The number of sizes of microbatch that are scored, from the smallest: larger ones have fewer microbatches."""
+
+NODES = 2
+"""The most nodes whose ranks share a seed's layer."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A layout of a pipeline. `has_two_cuts`: whether layers are cut inside and along the sequence."""
+
+    cell: Cell
+    tail: Tail
+
+    def seconds(self, *, recorded: bool) -> float:
+        """Return the layout's score, from recordings of the layer's cuts if `recorded`."""
+        config, pipeline = self.cell.bounds.config, self.tail.pipeline
+        has_two_cuts = bool(config.layout.context.axes and config.layout.tensor.axes)
+        least = self.cell.bounds.seconds(self.tail, ("cuts" if has_two_cuts else "layers") if recorded else "whole")
+        return least * (1 + (pipeline.size - 1) / (config.num_microbatches * pipeline.chunks))
+
+
+def seeds_of(judge: Judge, families: Iterable[Config], cutoff: float) -> list[Config]:
+    """Return families with a layout of a low score: pipelines without slices and offload, under a fixed order of tasks,
+    whose memory may fit. Layouts with a score of `cutoff` seconds or more are left out."""
+    turns, room = count(), SEED_SHARE * judge.job.cluster.device.memory_bytes
+    waiting = [
+        (scored.seconds(recorded=False), next(turns), False, scored)
+        for scored in chain.from_iterable(_scored(judge, family) for family in families)
+    ]
+    heapify(waiting)
+    found: dict[tuple[int, int], list[Config]] = {}
+    while waiting and waiting[0][0] < cutoff and sum(map(len, found.values())) < MOST_SEEDS:
+        _, turn, recorded, scored = heappop(waiting)
+        family = scored.cell.family.config
+        known = found.setdefault((family.layout.pipeline.size, ranks_of_layer(family.layout)), [])
+        if len(known) == SEEDS or family in known:
+            continue
+        if recorded:
+            known.append(family)
+        elif scored.cell.least_bytes(scored.tail, recorded=False) <= room:
+            heappush(waiting, (scored.seconds(recorded=True), turn, True, scored))
+    return [*chain.from_iterable(found.values())]
+
+
+def _scored(judge: Judge, family: Config) -> Iterator[_Scored]:
+    """Yield the layouts of a family that may be seeds."""
+    layout = family.layout
+    is_plain = not layout.data.strategy.slices and family.memory.offload.to == SAVINGS[OFFLOAD]
+    most = NODES * ranks_per_node(judge.job.cluster, judge.job.devices)
+    if layout.pipeline.size == 1 or not is_plain or ranks_of_layer(layout) > most:
+        return
+    for bounds in judge.sizes(family)[0][:SMALLEST]:
+        cell = Cell(Family(judge, family), bounds)
+        yield from (_Scored(cell, tail) for tail in bounds.tails[0] if tail.pipeline.rule.fixed)

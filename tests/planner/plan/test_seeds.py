@@ -1,0 +1,75 @@
+"""Seeds of a search: which pipelines they are, and that the answer is the same without them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+import meshwright.planner.plan.search as search_module
+from meshwright.config import Config, parse_config
+from meshwright.planner.plan.cells import Judge
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.predict import Planner
+from meshwright.planner.plan.search import search
+from meshwright.planner.plan.seeds import MOST_SEEDS, SEEDS, seeds_of
+from meshwright.planner.plan.space import SearchJob, families, ranks_of_layer
+from tests.planner.plan.clusters import NODES
+
+HALF = "precision={level: O2, dtype: fp16}"
+
+
+def with_room(memory_bytes: int) -> Cluster:
+    return NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": memory_bytes})})
+
+
+def judged(room: int, batch: int) -> tuple[Judge, list[Config]]:
+    words = ("model=llama-3.1-8b", "data.sequence=8192", f"batch.global={batch}", HALF)
+    job = SearchJob(parse_config({}, words), with_room(room), 16)
+    return Judge(job, Estimates(Planner(job.cluster))), [*families(job, {})]
+
+
+def test_seeds_are_pipelines_on_the_ranks_of_two_nodes() -> None:
+    """Seeds slice nothing, have room by the lower bound, and are few for each number of stages and ranks of a layer."""
+    judge, every = judged(80 * 10**9, 64)
+    seeds = seeds_of(judge, every, math.inf)
+    assert 1 < len(seeds) <= MOST_SEEDS
+    alike = Counter((seed.layout.pipeline.size, ranks_of_layer(seed.layout)) for seed in seeds)
+    assert max(alike.values()) <= SEEDS
+    assert len({id(seed) for seed in seeds} & {id(family) for family in every}) == len(seeds), "the search's own"
+    for seed in seeds:
+        assert seed.layout.pipeline.size > 1
+        assert ranks_of_layer(seed.layout) <= 2 * NODES.devices_per_node
+        assert not seed.layout.data.strategy.slices
+        assert seed.memory.offload.to == "none"
+
+
+def test_no_seed_is_without_room_or_as_slow_as_the_cutoff() -> None:
+    assert seeds_of(*judged(10**9, 16), math.inf) == []
+    judge, every = judged(80 * 10**9, 16)
+    counts = [len(seeds_of(judge, every, 0.9**power)) for power in range(-60, 60)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 0 < counts[0]
+    assert len(set(counts)) > 2, "some cutoffs leave some seeds out"
+
+
+def test_the_answer_is_the_same_without_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a model whose whole layers do not fit on one stage."""
+    asked: list[list[Config]] = []
+
+    def noted(judge: Judge, every: Iterable[Config], cutoff: float) -> list[Config]:
+        asked.append(seeds_of(judge, every, cutoff))
+        return asked[-1]
+
+    monkeypatch.setattr(search_module, "seeds_of", noted)
+    words = ("model=gpt2-small", "data.sequence=512", "batch.global=16", HALF)
+    run, models = parse_config({}, words), Estimates(Planner(with_room(18 * 10**8)))
+    fixed = ("layout.data.sync", "layout.context", "memory")
+    found = search(run, models.planner.cluster, 4, fixed=fixed, models=models)
+    assert asked[0], "a pipeline is a seed"
+    monkeypatch.setattr(search_module, "seeds_of", lambda judge, every, cutoff: [])
+    without = search(run, models.planner.cluster, 4, fixed=fixed, models=models)
+    assert [each.config for each in found.predictions] == [each.config for each in without.predictions]
