@@ -324,8 +324,7 @@ class _Search:
         for index, group in enumerate(rounds):
             if not is_seeded and round_of(group[0].layout) > WHOLE:
                 is_seeded = True
-                limit = MUCH_FASTER * self.best[0].seconds if self.best else math.inf
-                self._gather(seeds_of(self.evaluator.judge, self.families, limit))
+                self._gather(self._seeds())
                 self._predict_fastest(VAIN, last=False)
             self._gather(group)
             last = index == len(rounds) - 1
@@ -411,6 +410,14 @@ class _Search:
             self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.turn)
             self.passed = 0
             self.found.include(found)
+
+    def _seeds(self) -> list[Config]:
+        """Return the families to evaluate after whole layers: none if the fastest layout recomputes nothing, since a
+        pipeline then saves communication alone."""
+        fastest = self.best[0] if self.best else None
+        if fastest and not fastest.config.memory.policy.recomputes:
+            return []
+        return seeds_of(self.evaluator.judge, self.families, MUCH_FASTER * fastest.seconds if fastest else math.inf)
 
     def _try_tight(self) -> None:
         """Predict the fastest layouts with a tight estimate, until K are known or `most` in a row do not fit; all that

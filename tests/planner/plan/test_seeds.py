@@ -13,11 +13,13 @@ from meshwright.config import Config, parse_config
 from meshwright.planner.plan.cells import Judge
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.memory import verdict
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.search import search
 from meshwright.planner.plan.seeds import MOST_SEEDS, SEEDS, seeds_of
 from meshwright.planner.plan.space import SearchJob, families, ranks_of_layer
 from tests.planner.plan.clusters import NODES
+from tests.planner.plan.questions import TREE, made_up, memory_of
 
 HALF = "precision={level: O2, dtype: fp16}"
 
@@ -73,3 +75,17 @@ def test_the_answer_is_the_same_without_seeds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(search_module, "seeds_of", lambda judge, every, cutoff: [])
     without = search(run, models.planner.cluster, 4, fixed=fixed, models=models)
     assert [each.config for each in found.predictions] == [each.config for each in without.predictions]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layouts_with_tight_estimates_are_predicted_after_the_fastest(seed: int) -> None:
+    """Once a layout fits, no tight estimate is predicted before the fastest layout is."""
+    cluster, models = made_up(seed)
+    run = parse_config({**TREE, "layout": {"pipeline": {"schedule": "1f1b"}}})
+    fixed = ("layout.pipeline.schedule", "layout.pipeline.chunks", "memory.offload")
+    found = search(run, cluster, 4, top=3, fixed=fixed, models=models)
+    fits = [verdict(memory_of(models.bytes(config)), cluster) == "fits" for config in models.predicted]
+    estimates = [verdict(models.estimated_memory(config), cluster) for config in models.predicted]
+    fastest = models.predicted.index(found.predictions[0].config)
+    assert "tight" not in estimates[fits.index(True) : fastest + 1]
+    assert all(tight.seconds < found.predictions[0].seconds for tight in found.tight)
