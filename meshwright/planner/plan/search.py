@@ -514,7 +514,7 @@ class _Search:
                 break
             if index < TRIES:
                 # Layouts with a tight estimate mostly do not fit.
-                self._predict(min(waiting, key=lambda candidate: (candidate.tight, candidate.seconds)).config)
+                self._predict(min(waiting, key=lambda candidate: (candidate.tight, candidate.turn)).config)
             else:
                 self._predict(self.evaluator.least_full(min(waiting, key=lambda candidate: candidate.memory).config))
         return strategy in self.fastest

@@ -373,11 +373,11 @@ def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[Hashable, .
     by name, and groups are numbered by first occurrence."""
     inside, left = [], unit
     for name, size in reversed(axes):
-        part = math.gcd(size, left)
-        if part < min(size, left):
+        together = math.gcd(size, left)
+        if together < min(size, left):
             break
-        inside.append((name, part))
-        left //= part
+        inside.append((name, together))
+        left //= together
     else:
         return tuple(sorted(each for each in inside if each[1] > 1))
     strides, stride = {}, 1

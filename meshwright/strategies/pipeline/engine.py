@@ -85,9 +85,6 @@ def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
     for message in arrived:
         task_kind, chunk = message.kind, message.chunk
         expected = view.expects(task_kind, chunk)
-        if message == expected and not early:
-            view = view.with_arrival(task_kind, chunk)
-            continue
         assert message.microbatch >= expected.microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
