@@ -420,13 +420,13 @@ class _Search:
         return seeds_of(self.evaluator.judge, self.families, MUCH_FASTER * fastest.seconds if fastest else math.inf)
 
     def _try_tight(self) -> None:
-        """Predict the fastest layouts with a tight estimate, until K are known or `most` in a row do not fit; all that
-        fit are tight, and shown only if faster than the fastest that fits."""
+        """Predict layouts with a tight estimate that may be faster than the fastest that fits, and among the K fastest
+        tight ones, until `most` in a row do not fit."""
         tight, vain = [queued for queued in self.behind if queued.tight], 0
         most = TRIES if self.best else SIMULATED
         for queued in sorted(tight, key=lambda candidate: candidate.seconds):
-            behind = bool(self.best) and queued.seconds >= self.best[0].seconds
-            if behind or len(self.tight) >= self.top or vain >= most:
+            ahead = [*self.best[:1], *self.tight[self.top - 1 :]]
+            if vain >= most or any(queued.seconds >= prediction.seconds for prediction in ahead):
                 return
             known = len(self.known)
             # Memory is predicted first, and the seconds of a layout that fits: most do not.
