@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 
 Bounded = Literal["whole", "cuts", "layers", "model"]
-"""The work in a lower bound: the model with two cuts, from models with one cut; layers; the model. A later bound needs
-more recordings."""
+"""The work in a lower bound: a share of whole layers (for seeds alone); the model with two cuts, from models with one
+cut; layers; the model. A later bound needs more recordings."""
 
 _Held = dict[Tail, tuple[HeldStage, ...]]
 _Alone = tuple[str, int, str, bool]

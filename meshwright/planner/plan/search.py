@@ -102,7 +102,8 @@ MUCH_FASTER = 0.95
 """The most that a seed's score is of the fastest prediction: predictions are mostly a few percent above scores."""
 
 TRIES = 6
-"""Layouts predicted of a strategy that is not among the fastest, until one fits; then the least full one decides."""
+"""Layouts predicted of a strategy that is not among the fastest, until one fits; then the least full one decides. Also
+the layouts with tight estimates that do not fit, in a row."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +325,11 @@ class _Search:
         for index, group in enumerate(rounds):
             if not is_seeded and round_of(group[0].layout) > WHOLE:
                 is_seeded = True
-                self._gather(self._seeds())
-                self._predict_fastest(VAIN, last=False)
+                # If the fastest layout recomputes nothing, a pipeline saves communication alone: no seeds.
+                if not self.best or self.best[0].config.memory.policy.recomputes:
+                    limit = MUCH_FASTER * self.best[0].seconds if self.best else math.inf
+                    self._gather(seeds_of(self.evaluator.judge, self.families, limit))
+                    self._predict_fastest(VAIN, last=False)
             self._gather(group)
             last = index == len(rounds) - 1
             self._predict_fastest(len(rounds) * SIMULATED if last else VAIN, last=last)
@@ -411,14 +415,6 @@ class _Search:
             self.passed = 0
             self.found.include(found)
 
-    def _seeds(self) -> list[Config]:
-        """Return the families to evaluate after whole layers: none if the fastest layout recomputes nothing, since a
-        pipeline then saves communication alone."""
-        fastest = self.best[0] if self.best else None
-        if fastest and not fastest.config.memory.policy.recomputes:
-            return []
-        return seeds_of(self.evaluator.judge, self.families, MUCH_FASTER * fastest.seconds if fastest else math.inf)
-
     def _try_tight(self) -> None:
         """Predict layouts with a tight estimate that may be faster than the fastest that fits, and among the K fastest
         tight ones, until `most` in a row do not fit."""
@@ -474,6 +470,12 @@ class _Search:
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
             vain, best = (vain + 1, best) if self.best == best else (0, [*self.best])
+        # While no layout is known, each round tries the least full tight one, so that a stopped search has an answer.
+        tight = [queued for queued in self.behind if queued.tight]
+        if tight and not self.known:
+            least_full = min(tight, key=lambda candidate: candidate.memory)
+            self.behind.remove(least_full)
+            self._predict(least_full.config)
 
     def _queue_savings(self, config: Config) -> None:
         """Queue the layouts that save more memory than `config`, which does not fit or is tight."""

@@ -1,8 +1,7 @@
 """Seeds of a search: a few pipelines that are predicted early, so that later layouts meet a low cutoff.
 
 A layout's score is a lower bound of seconds, times 1 + (p - 1) / (n c): the idle share of p stages with c chunks and n
-microbatches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Of the layouts in `python -m
-benchmarks.plan_search` the fastest are 2 to 6 % slower than their scores.
+microbatches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 A score is first computed from whole layers, in equal shares of a layer's ranks, and again from recordings of the
 layer's cuts once no other score is lower.
@@ -37,7 +36,7 @@ NODES = 2
 
 @dataclass(frozen=True)
 class _Scored:
-    """A layout of a pipeline. `has_two_cuts`: whether layers are cut inside and along the sequence."""
+    """A layout of a pipeline."""
 
     cell: Cell
     tail: Tail

@@ -20,11 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind
 
 Shape = Literal["loop", "v"]
+
+_STEPS = ((TaskKind.FORWARD, 1), (TaskKind.BACKWARD, -1))
+"""The kinds of tasks that send a message, each with the step in the chain."""
 
 
 @dataclass(frozen=True)
@@ -90,32 +94,24 @@ class ChunkPlacement:
     def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
         """Return the stage that receives a task's result, perhaps this one, and the message there; None: no stage."""
         task_kind, microbatch, task_chunk = task
-        route = self._routes[stage, task_kind, task_chunk]
+        route = self._routes.get((stage, task_kind, task_chunk))
         return route and (route[0], Arrival(task_kind, microbatch, route[1]))
 
     @cached_property
-    def _routes(self) -> dict[tuple[int, TaskKind, int], tuple[int, int] | None]:
+    def _routes(self) -> dict[tuple[int, TaskKind, int], tuple[int, int]]:
         """By stage, kind and number of a task, the receiving stage and the number of the task there."""
-        return {
-            (stage, task_kind, task_chunk): self._route(stage, task_kind, task_chunk)
-            for stage in range(self.num_stages)
-            for task_kind in TaskKind
-            for task_chunk in range(len(self.places[stage]))
-        }
-
-    def _route(self, stage: int, task_kind: TaskKind, task_chunk: int) -> tuple[int, int] | None:
-        if task_kind is TaskKind.WEIGHT:
-            return None
-        step = 1 if task_kind is TaskKind.FORWARD else -1
-        chunk, piece_index = self.places[stage][task_chunk]
-        if piece_index != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
-            return stage, task_chunk + step
-        to = self.positions[stage][chunk] + step if chunk < self.num_chunks else -1
-        if not 0 <= to < self.num_positions:
-            return None
-        receiver = self.stage_of[to]
-        entry = self.numbers[receiver][to // self.num_stages]
-        return receiver, entry[0] if step == 1 else entry[-1]
+        routes = {}
+        for stage, (task_kind, step) in product(range(self.num_stages), _STEPS):
+            for task_chunk, (chunk, piece_index) in enumerate(self.places[stage]):
+                if piece_index != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
+                    routes[stage, task_kind, task_chunk] = stage, task_chunk + step
+                    continue
+                to = self.positions[stage][chunk] + step if chunk < self.num_chunks else -1
+                if 0 <= to < self.num_positions:
+                    receiver = self.stage_of[to]
+                    entry = self.numbers[receiver][to // self.num_stages]
+                    routes[stage, task_kind, task_chunk] = receiver, entry[0] if step == 1 else entry[-1]
+        return routes
 
     def sender(self, stage: int, task_kind: TaskKind, task_chunk: int) -> int | None:
         """Return the stage that sends a task's activations or gradients; None: the chain begins or ends here."""

@@ -100,10 +100,8 @@ def task_span(stage: int, task: Task, start_seconds: float, end_seconds: float) 
     return Span(stage, _name(task), CATEGORIES[task_kind], start_seconds, end_seconds, microbatch, chunk)
 
 
-@lru_cache(maxsize=2**14)
-def _name(task: Task) -> str:
-    # All stages of a simulated step have the same tasks.
-    return str(task)
+_name = lru_cache(maxsize=2**14)(str)
+"""A task's name: all stages of a simulated step have the same tasks."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ NODES = cluster({**INNER, "joins": 4}, OUTER)
 """Nodes of four."""
 
 
+def with_room(memory_bytes: int) -> Cluster:
+    """Return NODES with other devices."""
+    return NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": memory_bytes})})
+
+
 DEVICE = Device(
     kind="cpu",
     memory=2**34,

@@ -14,7 +14,7 @@ from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.memory import HeldStage, Memory
 from meshwright.planner.plan.predict import Prediction
 from meshwright.strategies.pipeline.span import Timeline
-from tests.planner.plan.clusters import NODES
+from tests.planner.plan.clusters import with_room
 
 RUN = parse_config(
     {"model": {"layers": 2, "hidden": 32, "heads": 4, "dropout": 0.0}, "data": {"sequence": 16}, "batch": {"global": 8}}
@@ -144,5 +144,5 @@ def said(section: Section) -> str:
 
 
 def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
-    cluster = NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": room})})
+    cluster = with_room(room)
     return cluster, MadeUp(cluster, seed, room)

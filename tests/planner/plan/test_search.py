@@ -24,7 +24,6 @@ from meshwright.data.files import ShowProgress
 from meshwright.output.outputs import refuse_existing
 from meshwright.planner.plan.answer import answer
 from meshwright.planner.plan.cells import Cell, Family, Judge, strategy_of
-from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import MIN_RECOMPUTED_SHARE, Estimates
 from meshwright.planner.plan.evaluator import Evaluator, SearchState, cuts_within, round_of
 from meshwright.planner.plan.memory import HeldStage, Memory, fits, least_total, verdict
@@ -35,7 +34,7 @@ from meshwright.planner.plan.search import SearchResult, layout_text, search, wi
 from meshwright.planner.plan.software import Software
 from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts, ranks_of_layer, sizes_of
 from meshwright.ranks.errors import ConfigError
-from tests.planner.plan.clusters import NODES
+from tests.planner.plan.clusters import NODES, with_room
 from tests.planner.plan.questions import TREE, made_up, memory_of
 
 
@@ -140,11 +139,6 @@ def test_two_cuts_are_bounded_by_each_alone(tensor: str, context: str) -> None:
     # One cut: an equal share of a whole layer.
     assert 0.4 * (whole := models.least_seconds(inside, every)) < models.least_of_cuts(inside, every) <= whole
     assert models.least_of_cuts(with_field(inside, "layout.tensor", Whole()), every) == 0.0
-
-
-def with_room(memory_bytes: int) -> Cluster:
-    """Return NODES with other devices."""
-    return NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": memory_bytes})})
 
 
 DRAWN = {

@@ -11,21 +11,16 @@ import pytest
 import meshwright.planner.plan.search as search_module
 from meshwright.config import Config, parse_config
 from meshwright.planner.plan.cells import Judge
-from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.estimate import Estimates
-from meshwright.planner.plan.memory import verdict
+from meshwright.planner.plan.memory import Memory, verdict
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.search import search
 from meshwright.planner.plan.seeds import MOST_SEEDS, SEEDS, seeds_of
 from meshwright.planner.plan.space import SearchJob, families, ranks_of_layer
-from tests.planner.plan.clusters import NODES
-from tests.planner.plan.questions import TREE, made_up, memory_of
+from tests.planner.plan.clusters import NODES, with_room
+from tests.planner.plan.questions import TREE, MadeUp, made_up, memory_of
 
 HALF = "precision={level: O2, dtype: fp16}"
-
-
-def with_room(memory_bytes: int) -> Cluster:
-    return NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": memory_bytes})})
 
 
 def judged(room: int, batch: int) -> tuple[Judge, list[Config]]:
@@ -89,3 +84,29 @@ def test_layouts_with_tight_estimates_are_predicted_after_the_fastest(seed: int)
     fastest = models.predicted.index(found.predictions[0].config)
     assert "tight" not in estimates[fits.index(True) : fastest + 1]
     assert all(tight.seconds < found.predictions[0].seconds for tight in found.tight)
+
+
+class OnlyTight(MadeUp):
+    """Layouts whose weights leave a hundredth of the memory, which is less than the unpredicted share; replicas alone,
+    such as the run's own, do not fit."""
+
+    def weights_memory(self, config: Config) -> Memory:
+        return memory_of(int((0.99 if config.layout.data.size < 4 else 2) * self.room))
+
+    def activations(self, config: Config) -> int:
+        return 0
+
+
+def test_a_stopped_search_has_an_answer_if_all_that_fit_are_tight() -> None:
+    """Ctrl-C with half of the families evaluated."""
+    cluster, models = with_room(10**6), OnlyTight(with_room(10**6), 0, 10**6)
+
+    def stop_half_way(line: str, share: float) -> None:
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    fixed = ("layout.pipeline.schedule", "layout.pipeline.chunks", "memory.offload")
+    found = search(parse_config(TREE), cluster, 4, fixed=fixed, models=models, report=stop_half_way, partial=True)
+    assert found.stopped
+    assert found.predictions
+    assert {verdict(prediction.fullest, cluster) for prediction in found.predictions} == {"tight"}
