@@ -214,7 +214,7 @@ SAME_SIZES = (
 )  # fmt: skip
 """Models' names elsewhere, each with our model of the same sizes."""
 ALIKE = dict(SAME_SIZES)
-RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|in21k|v\d+\.\d+|\d{4})$"
+RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|in21k|checkpoints|v\d+\.\d+|\d{4})$"
 """End of a name that tells a training, a number format or a date, and changes no size."""
 
 

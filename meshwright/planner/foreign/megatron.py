@@ -54,12 +54,15 @@ wait jobid kill-on-bad-exit cpus-per-task gpus-per* ntasks* container-* mpi cpu-
 max_epochs distributed-backend load_from_cache_file num_train_epochs dataset_num_proc compute_environment debug
 downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_clipping logging_steps
 *moe-eval-capacity* lr_warmup* model_author model_name *dataset *dataset[!.]* *dataset.[!p]* *dataset.p[!a]*
-*dataset.pa[!c]*
+*dataset.pa[!c]* *query-key-layer-scaling
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 GPT2_TOKENS = 50257
-VOCABULARIES = (("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280))
-"""Parts of --tokenizer-type, each with the tokenizer's number of tokens."""
+VOCABULARIES = (
+    ("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280), ("mixtral", 32000),
+    ("qwen3", 151936),
+)  # fmt: skip
+"""Parts of --tokenizer-type and --tokenizer-model without punctuation, each with the tokenizer's number of tokens."""
 SIZES = ("num-layers", "hidden-size")
 PREFIX = "megatron-lm-"
 ALIASES = {
@@ -72,6 +75,7 @@ ALIASES = {
     f"{PREFIX}use-distributed-optimizer": "use-distributed-optimizer", "padded-vocab-size": "pad-vocab-size-to",
     f"{PREFIX}recompute-activations": "recompute-activations", "per-device-train-batch-size": "micro-batch-size",
     "num-processes": "started", "num-gpus": "nproc-per-node", "num-nodes": "nnodes", "tuner-type": "train-type",
+    "num-key-value-heads": "num-query-groups",
 }  # fmt: skip
 """Names of arguments in 2019, in Megatron-DeepSpeed, Pai-Megatron-Patch, ms-swift and Accelerate's megatron_lm_config,
 each with Megatron-LM's."""
@@ -121,6 +125,11 @@ class Arguments:
                 f"--{flag}", value, "is a variable that the script does not set", f"{flag} as a number"
             )
         return value
+
+    def told(self, flag: str) -> str:
+        """Return a flag's text; empty without the flag, or if the script does not set the flag's variable."""
+        text = str(self.account.get(self._full.get(flag, flag), default=""))
+        return "" if "$" in text else text
 
     def number(self, flag: str, default: int = 1, why: str = "") -> int:
         """Return a flag's value as a whole number; the default without the flag."""
@@ -477,11 +486,14 @@ def gated(given: Arguments) -> bool:
 def vocabulary_of(given: Arguments) -> tuple[int, str]:
     """Return (the number of tokens of the tokenizer that the arguments name, else of GPT-2's; the source)."""
     lacks = "the file has no --vocab-size"
-    told, model = str(given.get("tokenizer-type", "")).lower(), known_name(str(given.get("tokenizer-model", "")))
-    if model is not None:
+    if (model := known_name(given.told("tokenizer-model"))) is not None:
         return read_model(model).vocabulary, f"of --tokenizer-model, as {model} has; {lacks}"
-    tokens = next((tokens for word, tokens in VOCABULARIES if word in told), None)
-    return (tokens, f"of --tokenizer-type; {lacks}") if tokens else (GPT2_TOKENS, f"GPT-2's; {lacks}")
+    for flag in ("tokenizer-type", "tokenizer-model"):
+        told = re.sub(r"[-_.\s]", "", given.told(flag).lower())
+        tokens = next((tokens for word, tokens in VOCABULARIES if word in told), None)
+        if tokens is not None:
+            return tokens, f"of --{flag}; {lacks}"
+    return GPT2_TOKENS, f"GPT-2's; {lacks}"
 
 
 def chunks_of(given: Arguments, stages: int, model: str | Tree) -> int:

@@ -115,7 +115,11 @@ def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
 
 def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     """Read the job of a launch script, or of a line of flags."""
-    script = read_script(text)
+    try:
+        script = read_script(text)
+    except RecursionError:
+        rule = "nests more brackets, branches or calls than can be read"
+        raise ConfigError.of("--from", path, rule, "the command's line in a file of its own") from None
     flags = script.flags
     if any(name.startswith(("training.", "parallelism.")) for name in flags) or {"module", "config"} <= set(flags):
         job = titan.read_flags(path, asked, flags)

@@ -2,28 +2,54 @@
 
 TP=${TP:-8}                         a variable, its default if the environment sets none
 ARGS=(--num-layers 32 "--fp8-format hybrid")        an array; a quoted word may hold a flag and its value
-ARGS+=(--swiglu)                    appended
 ALL="${ARGS[@]} --bf16"             an array inside of a text
+N=${SIZE%B} D=$((NODES * 8))        a part of a text, whole numbers
 #SBATCH --nodes=4                   SLURM_NNODES and others, as Slurm sets them
 cat > ds.json <<EOF                 a file that the script writes
 if [[ ... ]]; then ... fi           if known values do not decide: both branches are read, and the condition is listed
+[ $FP8 = 1 ] && ARGS+=(--bf16)      the same
 case $SIZE in 8B) N=32;; esac       a known word's arm
-torchrun pretrain.py ${ARGS[@]}     the command
+for i in 1 2; do ... done           each round; of a condition that values do not decide, one round
+name() { ... }                      read where it is called
+torchrun pretrain.py ${ARGS[@]}     the command with the most flags
+
+No other command is run: `$(...)` of expr, echo, basename and dirname has a value, of other commands its own text.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise, takewhile
 
-from meshwright.planner.foreign.literals import computed
+from meshwright.planner.foreign.bash import (
+    Arithmetic,
+    Body,
+    Branches,
+    Cases,
+    Document,
+    Each,
+    Function,
+    Group,
+    Joined,
+    Loop,
+    Negated,
+    Node,
+    Piped,
+    Simple,
+    Test,
+    parsed,
+    words_of,
+)
+from meshwright.planner.foreign.expansion import ASSIGNMENT, Condition, Value, Variables
 
-MOST_EXPANSIONS = 50
-"""Rounds of expansion: variables may name each other."""
+MOST_ROUNDS = 500
+"""Rounds of all loops of a script."""
+
+MOST_CALLS = 16
+"""Calls of functions and texts of `eval`, each inside of another."""
 
 
 @dataclass
@@ -37,7 +63,7 @@ class Script:
         undecided: Conditions that known values do not decide, of lines that change variables or flags; both branches
             were read.
         unmatched: Unknown words of `case` with arms that change variables or flags; no arm was read.
-        files: Texts that the script writes by here-documents, by file name.
+        files: Texts that the script writes, by file name.
     """
 
     flags: dict[str, str] = field(default_factory=dict)
@@ -52,55 +78,14 @@ class Script:
 
 
 def read_script(text: str) -> Script:
-    """Read a shell script, or a line of flags. Variables without a value keep the text `$NAME`."""
-    script, variables, skipping = Script(), slurm_variables(text), list[bool | None]()
-    unknown: list[str] = []
-    words: list[str] = []
-    text, bodies = without_documents(text)
-    for command in statements(text):
-        line = command
-        if chosen := re.match(r"case\s+(\S+)\s+in\b\s*", line):
-            words.append(expanded(chosen[1].strip("\"'"), variables))
-            skipping.append(True)
-            unknown.append("")
-            line = line[chosen.end() :]
-        if words and (arm := re.match(r"\(?([^()]*)\)\s*", line)):
-            # An unknown word, such as `$1`, takes no arm; after the first arm no other is taken.
-            patterns = [each.strip(" \"'") for each in arm[1].split("|")]
-            taken = "$" not in words[-1] and any(fnmatchcase(words[-1], each) for each in patterns)
-            skipping[-1], line = not taken, line[arm.end() :]
-            words[-1] = "$" if taken else words[-1]
-        if words and line == "esac":
-            words.pop()
-            skipping.pop()
-            unknown.pop()
-        elif condition := re.match(r"(?:el)?if\s+(.*?);?\s*(?:then)?$", line):
-            if line.startswith("elif"):
-                before = skipping.pop() if skipping else None
-                # A branch after a taken one is skipped; a branch after an undecided one is read.
-                skipping.append(True if before is False else None)
-                if before is None and unknown:
-                    unknown[-1] = unknown[-1] or condition[1]
-                continue
-            truth = decided(condition[1].rstrip("; ").removesuffix("then").strip(), variables)
-            unknown.append(condition[1] if truth is None else "")
-            skipping.append(None if truth is None else not truth)
-        elif line == "else":
-            if skipping and skipping[-1] is not None:
-                skipping[-1] = not skipping[-1]
-        elif line == "fi":
-            if skipping:
-                skipping.pop()
-                unknown.pop()
-        elif words and re.search(r"\$.", words[-1]) and not any(skipping[:-1]):
-            if words[-1] not in script.unmatched and take(line, Script(), dict(variables)):
-                script.unmatched.append(words[-1])
-        elif not any(skipping) and take(line, script, variables):
-            script.undecided += [each for each in unknown if each and each not in script.undecided]
-    script.files = {
-        expanded(name.strip("\"'"), variables).rpartition("/")[2]: expanded(body, variables) for name, body in bodies
-    }
-    return script
+    """Read a shell script, or a line of flags. Variables without a value keep the text `$NAME`.
+
+    Raises:
+        RecursionError: The script's brackets, commands or calls are nested deeper than Python's stack.
+    """
+    shell = _Shell(Script(), slurm_variables(text))
+    shell.run(parsed(text))
+    return shell.script
 
 
 SLURM = (
@@ -111,221 +96,267 @@ SLURM = (
 """Options of sbatch, each with the variables that Slurm sets."""
 
 
-def slurm_variables(text: str) -> dict[str, list[str]]:
+def slurm_variables(text: str) -> dict[str, Value]:
     """Return the variables that Slurm sets by the script's `#SBATCH` lines."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, Value] = {}
     for option, names in SLURM:
         for value in re.findall(rf"(?m)^#SBATCH\s+--{option}[=\s]\s*(?:\w+:)*(\d+)", text):
-            found |= {name: [value] for name in names}
+            found |= dict.fromkeys(names, value)
     return found
 
 
-DOCUMENT = re.compile(r"(?ms)^([^#\n]*?)<<-?[ \t]*(['\"]?)(\w+)\2([^\n]*)\n(.*?)^\s*\3[ \t]*$")
-"""A command with a here-document: the text before, the quote, the last line, the text after, the document."""
+_DECLARES = ("export", "local", "readonly", "declare", "typeset")
 
 
-def without_documents(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return a script's text without here-documents, and pairs (file, document) of those written into a file."""
-    found = []
-    for before, _, _, after, body in DOCUMENT.findall(text):
-        if target := re.search(r"(?:>|\btee)\s*([^\s>&|]+)", f"{before} {after}"):
-            found.append((target[1], body))
-    return DOCUMENT.sub("", text), found
+class _Leave(Exception):
+    """`break` or `continue`; `ends`: the loop ends."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
 
 
-def statements(text: str) -> Iterator[str]:
-    """Yield a script's lines without comments; continued lines, arrays and quoted texts of several lines are joined."""
-    held = ""
-    for line in text.splitlines():
-        words, quote, depth = open_at_end(f"{held} {line}".strip())
-        continued = words.endswith("\\") and quote != "'"
-        if quote or depth or continued:
-            held = words.removesuffix("\\").rstrip() if continued else words
+class _Shell(Variables):
+    """The state of a script while it is read. `conditions`: unknown conditions of the branch that is read."""
+
+    def __init__(self, script: Script, variables: dict[str, Value]) -> None:
+        super().__init__(variables)
+        self.script = script
+        self.functions: dict[str, Body] = {}
+        self.conditions: list[str] = []
+        self.rounds = self.calls = self.loops = self.changes = 0
+
+    def run(self, body: Body) -> bool | None:
+        """Read commands; return the last one's status: True for success, None if unknown."""
+        status: bool | None = True
+        for node in body:
+            status = self.status(node)
+        return status
+
+    def status(self, node: Node) -> bool | None:
+        """Read a command; return its status as `run`."""
+        if isinstance(node, Simple):
+            return self.simple(node)
+        if isinstance(node, Branches | Cases):
+            return self.branches(node) if isinstance(node, Branches) else self.cases(node)
+        if isinstance(node, Joined):
+            first = self.status(node.left)
+            if first is None:
+                self.under(node.text, (node.right,))
+                return None
+            return self.status(node.right) if first is (node.sign == "&&") else first
+        if isinstance(node, Each | Loop):
+            return self.each(node) if isinstance(node, Each) else self.loop(node)
+        if isinstance(node, Function):
+            self.functions[node.name] = node.body
+            return True
+        if isinstance(node, Test):
+            return Condition(self, node.words, double=True).truth()
+        if isinstance(node, Arithmetic):
+            value = self.integer(node.text)
+            return None if value is None else value != 0
+        return self.grouped(node)
+
+    def grouped(self, node: Negated | Piped | Group) -> bool | None:
+        """Read a command made of others, as `status`."""
+        if isinstance(node, Negated):
+            status = self.status(node.command)
+            return None if status is None else not status
+        body = node.parts if isinstance(node, Piped) else node.body
+        before = dict(self.values)
+        status = self.run(body)
+        if isinstance(node, Piped):
+            first, last = body[0], body[-1]
+            if isinstance(first, Simple) and isinstance(last, Simple) and last.words[:1] == ("tee",):
+                self.write(last.words[1:], first.documents)
+            status = None
+        if isinstance(node, Piped) or node.is_apart:
+            self.values = before
+        return status
+
+    def under(self, condition: str, body: Body) -> None:
+        """Read commands that an unknown condition decides on."""
+        self.conditions.append(condition)
+        try:
+            self.run(body)
+        finally:
+            self.conditions.pop()
+
+    def branches(self, node: Branches) -> bool | None:
+        taken: bool | None = False  # whether a branch before was taken
+        unknown = ""
+        for text, condition, body in node.choices:
+            truth = self.run(condition) if taken is not True else False
+            if truth is None:
+                taken, unknown = None, unknown or text
+            if truth is not False:
+                self.under(unknown, body) if taken is None else self.run(body)
+                taken = True if truth else taken
+            if taken is True:
+                return None
+        if taken is None:
+            self.under(unknown, node.otherwise)
         else:
-            held = ""
-            yield from (command.strip() for command in split_commands(words) if command.strip())
-    for line in held.splitlines():
-        yield from (command.strip() for command in split_commands(line))
+            self.run(node.otherwise)
+        return None
 
-
-def open_at_end(line: str) -> tuple[str, str, int]:
-    """Return the state at a line's end: (the line without a `#` that begins a word outside of quotes, the open quote,
-    the number of open brackets outside of quotes)."""
-    quote, depth, escaped = "", 0, False
-    for at, letter in enumerate(line):
-        if escaped:
-            escaped = False
-        elif letter == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter == "#" and (at == 0 or line[at - 1].isspace()):
-            return line[:at].rstrip(), "", max(depth, 0)
-        else:
-            depth += (letter == "(") - (letter == ")")
-    return line.rstrip(), quote, max(depth, 0)
-
-
-def split_commands(line: str) -> Iterator[str]:
-    """Split a line into commands at `;` outside of quotes and brackets; `if ...; then` is one command."""
-    if ";;" in line:
-        for arm in line.split(";;"):
-            yield from split_commands(arm.strip())
-        return
-    if re.match(r"(el)?if\b", line):
-        head, _, rest = line.partition("then")
-        yield f"{head}then" if "then" in line else line
-        if rest.strip():
-            yield from split_commands(rest.strip("; "))
-        return
-    for command in re.split(r";(?![^()]*\))(?=(?:[^\"]*\"[^\"]*\")*[^\"]*$)", line):
-        yield from (word for word in re.split(r"^\s*(else|do)\s+", command) if word.strip())
-
-
-def take(line: str, script: Script, variables: dict[str, list[str]]) -> bool:
-    """Add a line's assignments to the variables, and a command's flags to the script; return True for a change."""
-    changed = False
-    line = re.sub(r"^(export|local|declare(\s+-\w+)*)\s+", "", line)
-    if match := re.match(r"(\w+)(\+?)=\((.*)\)\s*$", line):
-        words = expanded_words(match[3], variables)
-        variables[match[1]] = [*(variables.get(match[1], []) if match[2] else []), *words]
+    def cases(self, node: Cases) -> bool | None:
+        word = self.text(node.word)
+        if "$" in word:  # an unknown word, such as `$1`, takes no arm
+            if word not in self.script.unmatched and any(self.alters(body) for _, body in node.arms):
+                self.script.unmatched.append(word)
+            return None
+        for patterns, body in node.arms:
+            if any(fnmatchcase(word, self.pattern(each)) for each in patterns):
+                return self.run(body)
         return True
-    # `A=1 B=2 torchrun ...`: assignments before a command.
-    while match := re.match(r"(\w+)(\+?)=", line):
-        end = match.end() + len(first_word(line[match.end() :]))
-        text = expanded(line[match.end() : end].strip("\"'"), variables)
-        before = variables.get(match[1], [""])
-        variables[match[1]] = [f"{' '.join(before)}{text}"] if match[2] else [text]
-        line, changed = line[end:].lstrip(), True
-    if "--" in line or "$" in line:
-        words = expanded_words(line, variables)
+
+    def alters(self, body: Body) -> bool:
+        """Return True if commands would change variables or flags."""
+        tried = _Shell(Script(), dict(self.values))
+        tried.functions, tried.rounds, tried.calls = self.functions, self.rounds, self.calls
+        tried.run(body)
+        return tried.changes > 0
+
+    def each(self, node: Each) -> bool | None:
+        for word in self.words(node.words):
+            self.assign(node.name, word)
+            if self.ends_round(node.body):
+                break
+        return None
+
+    def loop(self, node: Loop) -> bool | None:
+        before = -1
+        # After a round that changes nothing, all later rounds are equal.
+        while self.changes > before and (truth := self.run(node.condition)) is not None:
+            before = self.changes
+            if truth is node.is_until or self.ends_round(node.body):
+                return None
+        if self.changes > before:
+            self.conditions.append(node.text)
+            self.ends_round(node.body)
+            self.conditions.pop()
+        return None
+
+    def ends_round(self, body: Body) -> bool:
+        """Read a loop's body; return whether the loop ends."""
+        self.rounds += 1
+        self.loops += 1
+        try:
+            self.run(body)
+        except _Leave as leave:
+            return leave.ends
+        finally:
+            self.loops -= 1
+        return self.rounds >= MOST_ROUNDS
+
+    def simple(self, node: Simple) -> bool | None:
+        words = list(node.words)
+        self.write(node.targets, node.documents)
+        while words and (match := ASSIGNMENT.fullmatch(words[0])):
+            self.assigned(match)
+            words.pop(0)
+        if not words:
+            return True
+        name, behind = self.text(words[0]), words[1:]
+        if name in _DECLARES:
+            for word in behind:
+                if match := ASSIGNMENT.fullmatch(word):
+                    self.assigned(match)
+            return True
+        if name in ("[", "test"):
+            return Condition(self, behind[: len(behind) - (name == "[")], double=False).truth()
+        if name in self.functions:
+            return self.call(name, self.words(behind))
+        if name in ("break", "continue") and self.loops and not self.conditions:
+            raise _Leave(ends=name == "break")
+        return self.built_in(name, behind, node)
+
+    def built_in(self, name: str, words: Sequence[str], node: Simple) -> bool | None:
+        """Read a command that bash has, or any other program's, as `status`."""
+        fields = self.words(words)
+        if name in ("true", ":", "false"):
+            return name != "false"
+        if name == "eval":
+            return self.inside(parsed(" ".join(fields)))
+        if name == "let":
+            for text in fields:
+                self.integer(text)
+        elif name == "unset":
+            for each in fields:
+                self.values.pop(each, None)
+        elif name == "set" and "--" in words:
+            self.place(fields[fields.index("--") + 1 :])
+        elif name == "echo":
+            if node.targets and not node.documents:
+                text = " ".join(fields[1:] if fields[:1] in (["-e"], ["-n"]) else fields)
+                self.script.files |= {self.file_name(target): f"{text}\n" for target in node.targets}
+            return True
+        elif name not in ("printf", "set"):
+            self.command([name, *fields], words)
+        return None
+
+    def inside(self, body: Body) -> bool | None:
+        """Read the commands of a function or of `eval`, as `run`."""
+        if self.calls >= MOST_CALLS:
+            return None
+        self.calls += 1
+        try:
+            return self.run(body)
+        finally:
+            self.calls -= 1
+
+    def call(self, name: str, arguments: Sequence[str]) -> bool | None:
+        """Read a function's body with arguments."""
+        before = self.placed()
+        self.place(arguments)
+        try:
+            return self.inside(self.functions[name])
+        finally:
+            for key in self.placed():
+                del self.values[key]
+            self.values |= before
+
+    def placed(self) -> dict[str, Value]:
+        """Return the positional parameters."""
+        return {key: value for key, value in self.values.items() if key.isdigit() or key in ("@", "#")}
+
+    def place(self, arguments: Sequence[str]) -> None:
+        """Set the positional parameters."""
+        self.values |= {str(index + 1): each for index, each in enumerate(arguments)}
+        self.values |= {"@": {str(index): each for index, each in enumerate(arguments)}, "#": str(len(arguments))}
+
+    def command(self, words: list[str], raw: Sequence[str]) -> None:
+        """Take a command's flags, if it has as many as the commands before."""
+        for before, word in pairwise(raw):
+            if before == "-c":  # `bash -c` runs its word
+                words += self.words(words_of(self.text(word)))
+        words = [each for word in words for each in (word.split() if re.match(r"--[^=\s]+\s", word) else [word])]
         flags = flags_of(words)
-        if flags and words[0].startswith("--"):  # a line of flags, or after a comment between flags
-            script.words, script.flags = script.words + words, script.flags | flags
-            return True
-        if flags and len(flags) >= len(script.flags) and words[0] not in ("echo", "printf"):
-            script.words, script.flags = words, flags
-            return True
-    return changed
-
-
-def first_word(text: str) -> str:
-    """Return the first word of a text; spaces inside of quotes, backticks and brackets after `$` end no word."""
-    closing = {"(": ")", "{": "}"}
-    inside: list[str] = []
-    for at, letter in enumerate(text):
-        if inside and letter == inside[-1]:
-            inside.pop()
-        elif inside and inside[-1] in "\"'`":
-            continue
-        elif letter in "\"'`":
-            inside.append(letter)
-        elif letter in closing and (inside or text[at - 1 : at] == "$"):
-            inside.append(closing[letter])
-        elif letter.isspace() and not inside:
-            return text[:at]
-    return text
-
-
-def decided(condition: str, variables: dict[str, list[str]]) -> bool | None:
-    """Evaluate a condition; None if a value is unknown."""
-    if "||" in condition or "&&" in condition:
-        sides = [decided(side.strip(), variables) for side in re.split(r"\|\||&&", condition)]
-        together = any if "||" in condition else all
-        return together(bool(side) for side in sides) if None not in sides else None
-    if numbers := re.fullmatch(r"\(\(\s*(.+?)\s*(==|!=|>=|<=|>|<)\s*(.+?)\s*\)\)", condition):
-        left, right = (expanded(f"$(({side}))", variables) for side in (numbers[1], numbers[3]))
-        return compared(left, NUMERIC[numbers[2]], right)
-    inner = re.fullmatch(r"\[{1,2}\s*(.*?)\s*\]{1,2}", condition)
-    # As in `${NAME:-default}`, a variable without a value counts as empty.
-    if inner and (asked := re.fullmatch(r"-([zn])\s+\"?\$(?:\{(\w+)\}|(\w+))\"?", inner[1])):
-        return (asked[1] == "n") == bool("".join(variables.get(asked[2] or asked[3], [])))
-    parts = expanded_words(inner[1], variables) if inner else []
-    if len(parts) == 3 and not any("$" in word for word in parts):
-        return compared(*parts)
-    if len(parts) == 2 and parts[0] in ("-z", "-n") and "$" not in parts[1]:
-        return (parts[0] == "-n") == bool(parts[1])
-    return None
-
-
-NUMERIC = {"==": "-eq", "!=": "-ne", ">": "-gt", ">=": "-ge", "<": "-lt", "<=": "-le"}
-"""Signs inside of `((...))`, each with the word inside of `[...]`."""
-
-
-def compared(left: str, sign: str, right: str) -> bool | None:
-    """Compare two words of a condition; None if a word is no number or the sign is unknown."""
-    if sign in ("==", "=", "-eq"):
-        return left == right
-    if sign in ("!=", "-ne"):
-        return left != right
-    if sign in NUMERIC.values() and left.isdigit() and right.isdigit():
-        first, second = int(left), int(right)
-        return {"-gt": first > second, "-ge": first >= second, "-lt": first < second, "-le": first <= second}[sign]
-    return None
-
-
-def expanded_words(text: str, variables: dict[str, list[str]]) -> list[str]:
-    """Split a line into words with arrays and variables expanded; quoted words that hold flags are split, too."""
-    found: list[str] = []
-    for before, word in pairwise(["", *split_words(text)]):
-        whole = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
-        if whole and whole[1] in variables:
-            values = variables[whole[1]]
-            found += [
-                inner_word for value in values for inner_word in (split_words(value) if " " in value else [value])
-            ]
+        if not flags:
+            return
+        if words[0].startswith("--"):  # a line of flags, or after a comment between flags
+            self.script.words, self.script.flags = self.script.words + words, self.script.flags | flags
+        elif len(flags) >= len(self.script.flags):
+            self.script.words, self.script.flags = words, flags
         else:
-            told = expanded(word, variables)
-            # A quoted word may hold a flag and its value; `bash -c` runs its word.
-            found += split_words(told) if re.match(r"--[^=\s]+\s", told) or before == "-c" else [told]
-    return found
+            return
+        self.changed()
 
+    def write(self, targets: Sequence[str], documents: Sequence[Document]) -> None:
+        """Keep the documents that a command writes into files."""
+        for document in documents:
+            for target in targets:
+                text = document.text if document.is_plain else self.text(document.text, quoted=True)
+                self.script.files[self.file_name(target)] = text
 
-def split_words(text: str) -> list[str]:
-    """Split into words as a shell does; a text with an unpaired quote is split at spaces. A command in backticks or
-    `$(...)` is a part of one word."""
-    commands: list[str] = []
+    def file_name(self, target: str) -> str:
+        return self.text(target).rpartition("/")[2]
 
-    def hidden(match: re.Match[str]) -> str:
-        commands.append(match[0])
-        return f"\0{len(commands) - 1}\0"
-
-    plain = re.sub(COMMAND, hidden, text)
-    try:
-        words = shlex.split(plain, comments=False)
-    except ValueError:
-        words = plain.split()
-    return [re.sub(r"\0(\d+)\0", lambda found: commands[int(found[1])], word) for word in words]
-
-
-COMMAND = r"`[^`]*`|\$\((?!\()(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-"""A command whose output is a part of a word."""
-
-
-def expanded(text: str, variables: dict[str, list[str]]) -> str:
-    """Expand `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME:=default}`, `${1-default}` and `$((A * B))` in a text."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[4]
-        # With a colon an empty variable has the default, too.
-        if name in variables and (any(variables[name]) or not (match[2] or "").startswith(":")):
-            return " ".join(variables[name])
-        return match[3].strip("\"'") if match[2] is not None else match[0]
-
-    def sum_of(match: re.Match[str]) -> str:
-        # Inside `$((...))` a name is a variable without a dollar, and division is integer division.
-        named = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(variables.get(name[0], ["0"])), match[1])
-        return str(computed(named.replace("/", "//")))
-
-    for _ in range(MOST_EXPANSIONS):
-        new = re.sub(r"\$\{(\w+)(?:\[[@*]\]|(:?[-=])([^${}]*))?\}|\$(\w+)", value, text)
-        new = re.sub(r"\$\(\(([\w\s*+/()-]+)\)\)", sum_of, new)
-        if new == text:
-            break
-        text = new
-    return text
+    def changed(self) -> None:
+        """Note that variables or flags have changed, under the unknown conditions."""
+        self.changes += 1
+        self.script.undecided += [each for each in self.conditions if each not in self.script.undecided]
 
 
 def flags_of(words: list[str]) -> dict[str, str]:

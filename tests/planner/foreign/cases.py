@@ -974,7 +974,7 @@ run_cmd="
         $GPT_ARGS \\
         $EXTRA_ARGS \\
 "
-eval "$run_cmd"
+eval $run_cmd
 echo 'import argparse
 parser.add_argument("--micro-batch-size", default=9)
 print(mean)' > mean.py

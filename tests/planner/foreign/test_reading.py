@@ -635,7 +635,7 @@ def test_a_script_writes_files_and_has_the_variables_of_slurm() -> None:
         ("google-bert/bert-base-uncased", "bert-base"), ("google/gemma-3-1b-it", "gemma-3-1b"),
         ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-7b"), ("google/vit-base-patch16-224-in21k", "vit-base"),
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"), ("openai-community/gpt2", "gpt2-small"),
-        ("llama3_8b", "llama-3.1-8b"),
+        ("llama3_8b", "llama-3.1-8b"), ("HuggingFaceTB/SmolLM3-3B-checkpoints", "smollm3-3b"),
         ("NousResearch/Llama-2-7b-hf", None), ("meta-llama/Llama-3.1-8B-Instruct-1B", None), ("a/base", None),
     ],
 )  # fmt: skip
@@ -699,6 +699,7 @@ def test_a_program_without_words_of_its_own_has_none() -> None:
             {"activation": "swiglu", "feed_forward": 640, "tied": False},
         ),
         ("--untie-embeddings-and-output-weights", {"family": "gpt2", "tied": False}),
+        ("--swiglu --num-key-value-heads 2 --tokenizer-model $TOKENIZER", {"key_value_heads": 2}),
     ],
 )
 def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -708,6 +709,22 @@ def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str
     model = parse_run(job.run, [], unread=ELSEWHERE).model
     assert {name: getattr(model, name) for name in fields} == fields
     assert model.padded_vocabulary == 50432, "a multiple of 128 on each of two ranks"
+
+
+@pytest.mark.parametrize(
+    "words, tokens",
+    [
+        ("--tokenizer-type Llama2Tokenizer", 32000),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model $DATA/tokenizer_llama3", 50257),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /data/tokenizer_llama3", 128256),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model ./Qwen3-14B/", 151936),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen2.5-0.5B", 151936),
+        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $1", 50257),
+    ],
+)
+def test_a_tokenizer_names_the_vocabulary(words: str, tokens: int, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(f"{SMALL} {words}")
+    assert read_foreign(tmp_path / "job.sh", Asked(devices=8)).account.assumed["vocab-size"][0] == tokens
 
 
 def test_the_attention_of_a_job_is_read(tmp_path: Path) -> None:
