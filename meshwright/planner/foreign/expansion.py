@@ -8,7 +8,7 @@
 | `${N%w}` `${N#w}` `${N:1}` | a piece of the value                                                          |
 | `${N/a/b}` `${N^^}`        | the value with letters replaced                                               |
 | `$((...))` `$[...]`        | a whole number                                                                |
-| `$(...)`                   | the output of expr, echo, basename and dirname                                |
+| `$(...)`                   | the output of echo, cat, sed's `s`, expr, bc, basename and dirname            |
 
 A text without a known value keeps its `$`.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase, translate
 from typing import Any
 
-from meshwright.planner.foreign.bash import Piped, Simple, end_of, parsed, words_of
+from meshwright.planner.foreign.bash import Node, Piped, Simple, end_of, parsed, words_of
 
 MOST_LETTERS = 100_000
 """Letters of a variable's value; a longer one is cut."""
@@ -46,6 +46,10 @@ class Variables:
 
     def changed(self) -> None:
         """Note a change of a variable."""
+
+    def beside(self, name: str) -> str | None:
+        """Return the text of a file that the script names; None if unknown."""
+        return None
 
     def assigned(self, match: re.Match[str]) -> None:
         """Read an assignment (ASSIGNMENT): of a text, an element, or an array."""
@@ -196,23 +200,43 @@ class Variables:
         return None
 
     def output(self, text: str) -> str | None:
-        """Return the output of a command; None if unknown."""
+        """Return the output of the command of `$(...)`; None if unknown."""
         body = parsed(text)
         node = body[0] if len(body) == 1 else None
-        parts = node.parts if isinstance(node, Piped) else (node,)
-        first, *later = [self.words(each.words) if isinstance(each, Simple) else [""] for each in parts]
-        name, *behind = first or [""]
-        said = " ".join(behind)
-        if _UNKNOWN.search(said):
-            return None
-        if name == "echo" and later == [["bc"]]:
-            return self.whole(said)
-        if later:
-            return None
+        said = self.printed(node.parts if isinstance(node, Piped) else (node,))
+        return None if said is None or _UNKNOWN.search(said) else said.rstrip("\n")
+
+    def printed(self, commands: Sequence[Node | None]) -> str | None:
+        """Return the output of commands in a pipe; None if unknown."""
+        text: str | None = None
+        for node in commands:
+            if not isinstance(node, Simple):
+                return None
+            for document in node.documents:
+                text = document.text if document.is_plain else self.text(document.text, quoted=True)
+            text = self.output_of([*self.words(node.words), ""], text)
+            if text is None:
+                return None
+        return text
+
+    def output_of(self, words: Sequence[str], given: str | None) -> str | None:
+        """Return a command's output; None if unknown. `words`: with an empty last one; `given`: its input."""
+        name, *behind = words[:-1] or words
+        if name == "echo":
+            return " ".join(behind[1:] if behind[:1] in (["-e"], ["-n"]) else behind) + "\n"
+        if name == "cat" and behind:
+            texts = [self.beside(each) for each in behind]
+            return None if None in texts else "".join(filter(None, texts))
+        if name == "sed" and behind:
+            expression, *files = [each for each in behind if not each.startswith("-")] or [""]
+            return replaced_lines(expression, self.beside(files[0]) if files else given)
+        if name in ("cat", "tee"):
+            return given
         if name in ("basename", "dirname") and behind:
             before, _, last = behind[0].rstrip("/").rpartition("/")
             return last.removesuffix(*behind[1:2] or [""]) if name == "basename" else before or "."
-        return said if name == "echo" else self.whole(said) if name == "expr" else None
+        text = given if name == "bc" else " ".join(behind) if name == "expr" else None
+        return None if text is None else self.whole(text)
 
     def whole(self, text: str) -> str | None:
         """Return a whole number as text; None if unknown."""
@@ -291,6 +315,14 @@ def split_at_spaces(text: str) -> list[str]:
     """Split at spaces outside of commands without a known output; the first text is empty if the text begins with a
     space, and the last one if it ends with a space."""
     return [*[""] * text[:1].isspace(), *_FILLED.findall(text), *[""] * text[-1:].isspace()]
+
+
+def replaced_lines(expression: str, text: str | None) -> str | None:
+    """Return the text after sed's `s/WORD/TEXT/`; None if unknown, or for a pattern that is no word."""
+    match = re.fullmatch(r"(?s)s(\W)([\w@{}<>%. -]+)\1((?:(?!\1).)*)\1(g?)", expression)
+    if match is None or text is None:
+        return None
+    return "".join(line.replace(match[2], match[3], -1 if match[4] else 1) for line in text.splitlines(keepends=True))
 
 
 def trimmed(value: str, sign: str, pattern: str) -> str:

@@ -116,7 +116,7 @@ def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
 def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     """Read the job of a launch script, or of a line of flags."""
     try:
-        script = read_script(text)
+        script = read_script(text, path.parent)
     except RecursionError:
         rule = "nests more brackets, branches or calls than can be read"
         raise ConfigError.of("--from", path, rule, "the command's line in a file of its own") from None

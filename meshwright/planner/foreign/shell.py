@@ -13,7 +13,10 @@ for i in 1 2; do ... done           each round; of a condition that values do no
 name() { ... }                      read where it is called
 torchrun pretrain.py ${ARGS[@]}     the command with the most flags
 
-No other command is run: `$(...)` of expr, echo, basename and dirname has a value, of other commands its own text.
+source FILE, bash FILE, sbatch FILE a script beside this one is read, too
+sed s/STAGE/1/ T.json > ds.json     a file made of a file beside the script
+
+No command is run. `$(...)` of a few commands (expansion.py) has a value, of others its own text.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise, takewhile
+from pathlib import Path, PurePosixPath
 
 from meshwright.planner.foreign.bash import (
     Arithmetic,
     Body,
     Branches,
     Cases,
-    Document,
     Each,
     Function,
     Group,
@@ -44,12 +47,16 @@ from meshwright.planner.foreign.bash import (
     words_of,
 )
 from meshwright.planner.foreign.expansion import ASSIGNMENT, Condition, Value, Variables
+from meshwright.ranks.foreign import read_text
 
 MOST_ROUNDS = 500
-"""Rounds of all loops of a script."""
+"""Rounds of all loops, and all calls, of a script."""
 
 MOST_CALLS = 16
-"""Calls of functions and texts of `eval`, each inside of another."""
+"""Calls of functions, scripts and texts of `eval`, each inside of another."""
+
+MOST_BYTES = 2**20
+"""Bytes of a file beside the script."""
 
 
 @dataclass
@@ -77,13 +84,17 @@ class Script:
         return program in self.words
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str, folder: Path | None = None) -> Script:
     """Read a shell script, or a line of flags. Variables without a value keep the text `$NAME`.
+
+    Args:
+        text: The script.
+        folder: The script's folder, with files that the script may name.
 
     Raises:
         RecursionError: The script's brackets, commands or calls are nested deeper than Python's stack.
     """
-    shell = _Shell(Script(), slurm_variables(text))
+    shell = _Shell(Script(), slurm_variables(text), folder)
     shell.run(parsed(text))
     return shell.script
 
@@ -105,6 +116,8 @@ def slurm_variables(text: str) -> dict[str, Value]:
     return found
 
 
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+_STARTERS = ("bash", "sh", "sbatch", "srun", "exec", "nohup")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
 
 
@@ -119,9 +132,9 @@ class _Leave(Exception):
 class _Shell(Variables):
     """The state of a script while it is read. `conditions`: unknown conditions of the branch that is read."""
 
-    def __init__(self, script: Script, variables: dict[str, Value]) -> None:
+    def __init__(self, script: Script, variables: dict[str, Value], folder: Path | None) -> None:
         super().__init__(variables)
-        self.script = script
+        self.script, self.folder = script, folder
         self.functions: dict[str, Body] = {}
         self.conditions: list[str] = []
         self.rounds = self.calls = self.loops = self.changes = 0
@@ -166,9 +179,9 @@ class _Shell(Variables):
         before = dict(self.values)
         status = self.run(body)
         if isinstance(node, Piped):
-            first, last = body[0], body[-1]
-            if isinstance(first, Simple) and isinstance(last, Simple) and last.words[:1] == ("tee",):
-                self.write(last.words[1:], first.documents)
+            last = body[-1]
+            if isinstance(last, Simple):
+                self.write(last.words[1:] if last.words[:1] == ("tee",) else last.targets, body)
             status = None
         if isinstance(node, Piped) or node.is_apart:
             self.values = before
@@ -213,7 +226,7 @@ class _Shell(Variables):
 
     def alters(self, body: Body) -> bool:
         """Return True if commands would change variables or flags."""
-        tried = _Shell(Script(), dict(self.values))
+        tried = _Shell(Script(), dict(self.values), self.folder)
         tried.functions, tried.rounds, tried.calls = self.functions, self.rounds, self.calls
         tried.run(body)
         return tried.changes > 0
@@ -252,7 +265,8 @@ class _Shell(Variables):
 
     def simple(self, node: Simple) -> bool | None:
         words = list(node.words)
-        self.write(node.targets, node.documents)
+        edited = node.words[-1:] if node.words[:1] == ("sed",) and "-i" in node.words else ()
+        self.write(node.targets or edited, (node,))
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
             self.assigned(match)
             words.pop(0)
@@ -270,12 +284,12 @@ class _Shell(Variables):
             return self.call(name, self.words(behind))
         if name in ("break", "continue") and self.loops and not self.conditions:
             raise _Leave(ends=name == "break")
-        return self.built_in(name, behind, node)
+        return self.built_in(name, behind)
 
-    def built_in(self, name: str, words: Sequence[str], node: Simple) -> bool | None:
+    def built_in(self, name: str, words: Sequence[str]) -> bool | None:
         """Read a command that bash has, or any other program's, as `status`."""
         fields = self.words(words)
-        if name in ("true", ":", "false"):
+        if name in ("true", ":", "false", "echo"):
             return name != "false"
         if name == "eval":
             return self.inside(parsed(" ".join(fields)))
@@ -287,20 +301,33 @@ class _Shell(Variables):
                 self.values.pop(each, None)
         elif name == "set" and "--" in words:
             self.place(fields[fields.index("--") + 1 :])
-        elif name == "echo":
-            if node.targets and not node.documents:
-                text = " ".join(fields[1:] if fields[:1] in (["-e"], ["-n"]) else fields)
-                self.script.files |= {self.file_name(target): f"{text}\n" for target in node.targets}
-            return True
+        elif name in ("source", "."):
+            return self.inside(parsed(self.beside(" ".join(fields[:1])) or ""))
         elif name not in ("printf", "set"):
+            self.start([name, *fields])
             self.command([name, *fields], words)
         return None
 
+    def start(self, words: Sequence[str]) -> None:
+        """Read a script beside this one that a command starts, with its arguments."""
+        index = next((index for index, word in enumerate(words) if word.endswith(SCRIPTS)), None)
+        if index is None or (index > 0 and words[0] not in _STARTERS):
+            return
+        text, before = self.beside(words[index]), dict(self.values)
+        if text is not None:
+            flags = flags_of([*words])
+            self.values |= {name: flags[option] for option, names in SLURM if option in flags for name in names}
+            self.values |= slurm_variables(text)
+            self.place(words[index + 1 :])
+            self.inside(parsed(text))
+            self.values = before
+
     def inside(self, body: Body) -> bool | None:
         """Read the commands of a function or of `eval`, as `run`."""
-        if self.calls >= MOST_CALLS:
+        if self.calls >= MOST_CALLS or self.rounds >= MOST_ROUNDS:
             return None
         self.calls += 1
+        self.rounds += 1
         try:
             return self.run(body)
         finally:
@@ -331,6 +358,8 @@ class _Shell(Variables):
         for before, word in pairwise(raw):
             if before == "-c":  # `bash -c` runs its word
                 words += self.words(words_of(self.text(word)))
+        if "--" in words and flags_of(words[words.index("--") + 1 :]):  # a launcher's flags before its program's
+            words = words[words.index("--") + 1 :]
         words = [each for word in words for each in (word.split() if re.match(r"--[^=\s]+\s", word) else [word])]
         flags = flags_of(words)
         if not flags:
@@ -343,15 +372,26 @@ class _Shell(Variables):
             return
         self.changed()
 
-    def write(self, targets: Sequence[str], documents: Sequence[Document]) -> None:
-        """Keep the documents that a command writes into files."""
-        for document in documents:
-            for target in targets:
-                text = document.text if document.is_plain else self.text(document.text, quoted=True)
-                self.script.files[self.file_name(target)] = text
+    def write(self, targets: Sequence[str], commands: Body) -> None:
+        """Keep the files that commands in a pipe write, if the text is known."""
+        text = self.printed(commands) if targets else None
+        if text is not None:
+            self.script.files |= {self.text(target).rpartition("/")[2]: text for target in targets}
 
-    def file_name(self, target: str) -> str:
-        return self.text(target).rpartition("/")[2]
+    def beside(self, name: str) -> str | None:
+        """Return the text of a file that the script has written, or of its folder; None if there is none."""
+        path, last = PurePosixPath(name), name.rpartition("/")[2]
+        if last in self.script.files or self.folder is None:
+            return self.script.files.get(last)
+        # A path below a folder without a known name, such as `pwd`, is looked up by its last part.
+        inner = path if not (path.is_absolute() or ".." in path.parts or "$" in name or "`" in name) else last
+        for file in (self.folder / inner, self.folder / last) if last else ():
+            try:
+                if file.stat().st_size <= MOST_BYTES:
+                    return read_text(file)
+            except (OSError, UnicodeDecodeError):
+                continue
+        return None
 
     def changed(self) -> None:
         """Note that variables or flags have changed, under the unknown conditions."""

@@ -148,6 +148,31 @@ def test_a_script_that_nests_too_deep_is_told(deep: str, tmp_path: Path) -> None
         read_foreign(tmp_path / "deep.sh", Asked())
 
 
+def test_scripts_and_templates_beside_a_script_are_read(tmp_path: Path) -> None:
+    """Sourced ones, those started by sbatch with Slurm's variables, and JSON made by sed."""
+    for name, text in {
+        "run.sh": "PP=2\nTP=$((8 / PP))\n. `pwd`/config.sh\nsource $HOME/.bashrc\nsbatch --nodes=4 conf/job.sh 7\n",
+        "config.sh": 'export PARAMS="--tp $TP --pp $PP"\n',
+        "conf/job.sh": '#SBATCH --ntasks-per-node=8\nZ=3\nsed "s/STAGE/$Z/" T.json | sed "s/ON/true/g" > ds.json\n'
+        'CMD="train $PARAMS --nodes $SLURM_NNODES --tasks $SLURM_NTASKS_PER_NODE --last $1"\nsrun -l sh -c "${CMD}"\n',
+        "T.json": '{"stage": STAGE, "on": ON,\n"also": ON}\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = read_script((tmp_path / "run.sh").read_text(), tmp_path)
+    assert script.flags == {"tp": "4", "pp": "2", "nodes": "4", "tasks": "8", "last": "7"}
+    assert script.files == {"ds.json": '{"stage": 3, "on": true,\n"also": true}\n'}
+    again = read_script("bash run.sh\nsed -i 's/3/1/' ds.json\ncat ../secret > x\n", tmp_path / "conf")
+    assert (again.flags, again.files) == ({}, {})
+    (tmp_path / "run.sh").write_text("bash run.sh; bash run.sh\ntrain --a 1\n")
+    assert read_script("./run.sh", tmp_path).flags == {"a": "1"}
+
+
+def test_flags_of_a_launcher_are_not_the_programs() -> None:
+    script = read_script("uv run mason.py --cluster a --gpus 8 -- torchrun --nnodes=2 dpo.py --lr 1")
+    assert script.flags == {"nnodes": "2", "lr": "1"}
+
+
 def test_a_command_writes_files() -> None:
     script = read_script('N=2\necho \'{"a": 1}\' > x.json\ncat <<E | tee out/y.json\n{"b": $N}\nE\ntrain --a 1\n')
     assert script.files == {"x.json": '{"a": 1}\n', "y.json": '{"b": 2}\n'}
