@@ -54,7 +54,7 @@ wait jobid kill-on-bad-exit cpus-per-task gpus-per* ntasks* container-* mpi cpu-
 max_epochs distributed-backend load_from_cache_file num_train_epochs dataset_num_proc compute_environment debug
 downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_clipping logging_steps
 *moe-eval-capacity* lr_warmup* model_author model_name *dataset *dataset[!.]* *dataset.[!p]* *dataset.p[!a]*
-*dataset.pa[!c]* *query-key-layer-scaling
+*dataset.pa[!c]* *query-key-layer-scaling extra-vocab-size
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 GPT2_TOKENS = 50257
@@ -120,6 +120,9 @@ class Arguments:
         if flag in self._defaults:
             default, why = self._defaults[flag], self._source
         value = self.account.get(self._full.get(flag, flag), default=default, why=why)
+        if isinstance(value, str) and re.fullmatch(r"\$\{?\d+\}?", value):
+            valid = "a file with the line `bash SCRIPT ARGUMENTS` beside it"
+            raise ConfigError.of(f"--{flag}", value, "is an argument of the script", valid)
         if isinstance(value, str) and "$" in value:
             raise ConfigError.of(
                 f"--{flag}", value, "is a variable that the script does not set", f"{flag} as a number"
@@ -488,7 +491,7 @@ def vocabulary_of(given: Arguments) -> tuple[int, str]:
     lacks = "the file has no --vocab-size"
     if (model := known_name(given.told("tokenizer-model"))) is not None:
         return read_model(model).vocabulary, f"of --tokenizer-model, as {model} has; {lacks}"
-    for flag in ("tokenizer-type", "tokenizer-model"):
+    for flag in ("patch-tokenizer-type", "tokenizer-type", "tokenizer-model"):
         told = re.sub(r"[-_.\s]", "", given.told(flag).lower())
         tokens = next((tokens for word, tokens in VOCABULARIES if word in told), None)
         if tokens is not None:

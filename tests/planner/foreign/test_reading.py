@@ -720,6 +720,7 @@ def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model ./Qwen3-14B/", 151936),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen2.5-0.5B", 151936),
         ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $1", 50257),
+        ("--patch-tokenizer-type Qwen3Tokenizer --extra-vocab-size 293", 151936),
     ],
 )
 def test_a_tokenizer_names_the_vocabulary(words: str, tokens: int, tmp_path: Path) -> None:

@@ -168,6 +168,16 @@ def test_scripts_and_templates_beside_a_script_are_read(tmp_path: Path) -> None:
     assert read_script("./run.sh", tmp_path).flags == {"a": "1"}
 
 
+def test_a_script_with_arguments_is_read_from_a_line_beside_it(tmp_path: Path) -> None:
+    sizes = "--num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --global-batch-size 8 --bf16"
+    (tmp_path / "run.sh").write_text(f"N=$1\nH=${{2}}\ntrain --num-layers $N --hidden-size $H {sizes}\n")
+    with pytest.raises(ConfigError, match="argument of the script"):
+        read_foreign(tmp_path / "run.sh", Asked())
+    (tmp_path / "go.sh").write_text("cd /work\nsh run.sh \\\n2 \\\n64\n")
+    model = read_foreign(tmp_path / "go.sh", Asked()).run["model"]
+    assert (model["layers"], model["hidden"]) == (2, 64)
+
+
 def test_flags_of_a_launcher_are_not_the_programs() -> None:
     script = read_script("uv run mason.py --cluster a --gpus 8 -- torchrun --nnodes=2 dpo.py --lr 1")
     assert script.flags == {"nnodes": "2", "lr": "1"}
