@@ -25,13 +25,13 @@ HARMLESS = f"""{harmless_sizes(SIZES)}
 recipe seed step_scheduler.* dist_env.* checkpoint.* *dataset.* *dataloader.* *lr* loss_fn.fp32_upcast
 loss_fn.ignore_index optimizer.lr optimizer.betas optimizer.weight_decay optimizer.eps optimizer.adam_w_mode
 optimizer.bias_correction clip_grad_norm.* wandb* mlflow* rng* model.trust_remote_code model._target_
-model.config.revision model.output_hidden_states tokenizer* distributed.mp_policy.*
+model.config.revision model.output_hidden_states tokenizer* distributed.mp_policy.* model.is_meta_device
 distributed.pipeline.dtype distributed.pipeline.scale_grads* model.backend._target_ model.backend.enable_hf*
 model.backend.fake* packed_sequence* model.backend.attn model.backend.linear model.backend.rms_norm
 model.backend.rope* model.attn_implementation benchmark* nsys* launcher* slurm*
 distributed._target_ distributed.pipeline.round* autopipeline._target_ autopipeline.round* autopipeline.scale_grads*
 autopipeline.patch* distributed.pipeline.patch* parallelizer._target_ model.backend.te_fp8._target_ optimizer.foreach
-model.backend.enable_fsdp* ci.* timing* moe_metrics* optimizer.compress_state_dict
+model.load_base_model model.backend.enable_fsdp* ci.* timing* moe_metrics* optimizer.compress_state_dict
 """
 """Fields that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 

@@ -389,6 +389,8 @@ class Condition:
     def compared(self, left_raw: str, sign: str, right_raw: str) -> bool | None:
         """Compare two words; None if one is unknown."""
         left, right = self.variables.text(left_raw), self.variables.text(right_raw)
+        if sign in ("=", "==", "!=") and right_raw in ('""', "''"):
+            return self.is_filled(left_raw, wanted=sign == "!=")
         if _UNKNOWN.search(left) or (_UNKNOWN.search(right) and sign != "=~"):
             return None
         if sign in _COMPARED:

@@ -220,8 +220,11 @@ RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|
 
 def known_name(told: str) -> str | None:
     """Return our name of a model named elsewhere, `llama-3.1-8b` for `NousResearch/Meta-Llama-3.1-8B-Instruct`; None if
-    the sizes are not known here."""
-    name = told.rsplit("/", 1)[-1].lower().replace("_", "-").removesuffix(".yaml")
+    the sizes are not known here. A folder of the Hub's cache, `models--OWNER--NAME/snapshots/HASH`, has the name."""
+    cached = re.search(r"models--[^/]+--([^/]+)/snapshots/", told)
+    name = (
+        (cached[1] if cached else told.rstrip("/").rsplit("/", 1)[-1]).lower().replace("_", "-").removesuffix(".yaml")
+    )
     name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
     names = model_names()
     while name not in ALIKE and name not in names:

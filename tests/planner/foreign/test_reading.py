@@ -636,6 +636,8 @@ def test_a_script_writes_files_and_has_the_variables_of_slurm() -> None:
         ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-7b"), ("google/vit-base-patch16-224-in21k", "vit-base"),
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"), ("openai-community/gpt2", "gpt2-small"),
         ("llama3_8b", "llama-3.1-8b"), ("HuggingFaceTB/SmolLM3-3B-checkpoints", "smollm3-3b"),
+        ("/hub/models--moonshotai--Moonlight-16B-A3B/snapshots/ce8bc1/", "moonlight-16b-a3b"),
+        ("/models/Qwen3-8B/", "qwen3-8b"),
         ("NousResearch/Llama-2-7b-hf", None), ("meta-llama/Llama-3.1-8B-Instruct-1B", None), ("a/base", None),
     ],
 )  # fmt: skip

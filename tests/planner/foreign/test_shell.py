@@ -38,6 +38,7 @@ SCRIPTS = (
     "B=0\nif ((B)); then A=1; else A=2; fi",
     'B=x\nif [ "$B" ]; then A=1; else A=2; fi',
     'if [ "${A:-0}" -eq 0 ]; then A=8; fi',
+    'if [[ "${MISSING}" == "" ]]; then A=8; fi\n[ "$A" != "" ] && A="$A"9',
     'B=x7b\ncase "$B" in\n *7b) A=1\n ;;\n *) A=2\n ;;\nesac',
     # Expansions.
     "M=1\nA=0${M:+5}",
