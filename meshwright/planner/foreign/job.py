@@ -220,13 +220,16 @@ RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|
 
 def known_name(told: str) -> str | None:
     """Return our name of a model named elsewhere, `llama-3.1-8b` for `NousResearch/Meta-Llama-3.1-8B-Instruct`; None if
-    the sizes are not known here. A folder of the Hub's cache, `models--OWNER--NAME/snapshots/HASH`, has the name."""
+    the sizes are not known here. A folder of the Hub's cache, `models--OWNER--NAME/snapshots/HASH`, has the name; so
+    has a class of Megatron-Bridge, `Llama31ModelProvider8B`, without punctuation."""
     cached = re.search(r"models--[^/]+--([^/]+)/snapshots/", told)
     name = (
         (cached[1] if cached else told.rstrip("/").rsplit("/", 1)[-1]).lower().replace("_", "-").removesuffix(".yaml")
     )
     name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
     names = model_names()
+    if (plain := re.sub(r"(?:moe)?(?:model)?provider|-", "", name)) != name.replace("-", ""):
+        return next((known_name(each) for each in (*names, *ALIKE) if re.sub(r"[-.]", "", each) == plain), None)
     while name not in ALIKE and name not in names:
         shorter = re.sub(RELEASE, "", name)
         if shorter == name:

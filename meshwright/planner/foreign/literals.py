@@ -76,13 +76,16 @@ def computed(text: str) -> Any:
 
 
 def named_function(path: Path, function: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that a function of a file sets, and the unknown conditions of branches that set fields.
+    """Return the fields that a function of a file sets, and the unknown conditions of branches that set fields. The
+    fields of a call's result outside functions, `config = JobConfig(...)`, are returned by the variable's name.
 
     Raises:
-        ConfigError: The file has no such function, or none is named.
+        ConfigError: The file has no such function or variable, or none is named.
     """
     text = path.read_text(encoding="utf-8")
-    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    body = ast.parse(text).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    names += [name for node in body if isinstance(getattr(node, "value", None), ast.Call) for name in names_of(node)]
     if function not in names:
         rule = "names no function" if function is None else f"names {function}, which the file does not have"
         offered = [name for name in names if not name.startswith("_")][:8]
@@ -107,13 +110,19 @@ def fields_of_function(text: str, name: str, undecided: list[str] | None = None)
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     constants: dict[str, Any] = {}
     for node in module.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            value = _Reader({}, constants, {}, 0).settled(node.value)
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            constants |= {
-                target.id: value for target in targets if isinstance(target, ast.Name) and value is not UNKNOWN
-            }
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        if name not in functions and name in names_of(node):
+            return dict(_Reader(functions, constants, {}, 0, undecided).value(node.value))
+        if (value := _Reader({}, constants, {}, 0).settled(node.value)) is not UNKNOWN:
+            constants |= dict.fromkeys(names_of(node), value)
     return _Reader(functions, constants, {}, 0, undecided).run(functions[name], {})
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """Return the variables that an assignment sets; none for any other statement."""
+    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 class _Leave(Exception):

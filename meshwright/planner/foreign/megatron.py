@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from meshwright.config.load import model_names
 from meshwright.planner.foreign import trainer, zero
 from meshwright.planner.foreign.account import NOTHING, Account, fields_of
 from meshwright.planner.foreign.job import (
@@ -60,9 +61,9 @@ downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_c
 GPT2_TOKENS = 50257
 VOCABULARIES = (
     ("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280), ("mixtral", 32000),
-    ("qwen3", 151936),
 )  # fmt: skip
-"""Parts of --tokenizer-type and --tokenizer-model without punctuation, each with the tokenizer's number of tokens."""
+"""Parts of --tokenizer-type and --tokenizer-model without punctuation, each with the tokenizer's number of tokens. A
+shipped model with a number before the first hyphen, such as gpt2-xl, has that part too."""
 SIZES = ("num-layers", "hidden-size")
 PREFIX = "megatron-lm-"
 ALIASES = {
@@ -177,6 +178,11 @@ def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     """Read the job of a function of a Megatron-Bridge recipe without running the recipe. Raises ConfigError as
     named_function."""
     fields, undecided = named_function(path, function)
+    mixed = fields.get("mixed_precision")
+    if isinstance(mixed, dict) and mixed.get(CALLED, "MixedPrecisionConfig") != "MixedPrecisionConfig":
+        # `fp16_mixed()` or `get_mixed_precision_config("fp16_mixed")`, with fields that are set later.
+        told, called = mixed.pop("0", None), mixed.pop(CALLED)
+        fields["mixed_precision"] = mixed | {"mixed_precision": told if isinstance(told, str) else called}
     job = read_arguments(path, asked, fields, bridge=True)
     job.account.assume_neither(undecided)
     return job
@@ -364,6 +370,9 @@ def told_model(given: Arguments, tree: Mapping[str, Any]) -> str | Tree | None:
     if named := re.search(r"from_hf_pretrained\(\s*['\"]([^'\"]+)", called):
         given.account.read[f"model.{CALLED}"] = named[1]
         return named[1]
+    if "Provider" in called and known_name(called) is not None:
+        given.account.read[f"model.{CALLED}"] = called
+        return called
     if any(given.get(flag) in NOTHING for flag in SIZES):
         # Primus names a file of sizes, ms-swift a model or a checkpoint of Megatron.
         told = str(given.account.get("load", "mcore_model", default=""))
@@ -493,9 +502,12 @@ def vocabulary_of(given: Arguments) -> tuple[int, str]:
         return read_model(model).vocabulary, f"of --tokenizer-model, as {model} has; {lacks}"
     for flag in ("patch-tokenizer-type", "tokenizer-type", "tokenizer-model"):
         told = re.sub(r"[-_.\s]", "", given.told(flag).lower())
-        tokens = next((tokens for word, tokens in VOCABULARIES if word in told), None)
-        if tokens is not None:
+        if tokens := next((tokens for word, tokens in VOCABULARIES if word in told), 0):
             return tokens, f"of --{flag}; {lacks}"
+        families = {re.sub(r"\W", "", each.partition("-")[0]): each for each in reversed(model_names())}
+        named = [word for word in sorted(families, key=len) if re.search(r"[a-z]{3}\d", word) and word in told]
+        if named:
+            return read_model(families[named[-1]]).vocabulary, f"of --{flag}, as {families[named[-1]]} has; {lacks}"
     return GPT2_TOKENS, f"GPT-2's; {lacks}"
 
 
@@ -651,9 +663,9 @@ def precision_of(given: Arguments, bridge: bool) -> str:
     """Return bf16, fp16, or float32 without either flag."""
     if (word := str(given.get("mixed-precision", ""))) in ("no", "fp16", "bf16"):  # Accelerate's
         return "float32" if word == "no" else word
-    if given.on("bf16") or (bridge and "fp16" not in str(given.get("mixed-precision", "bf16_mixed"))):
-        return "bf16"
-    return "fp16" if given.on("fp16") or bridge else "float32"
+    if given.on("bf16") or given.on("fp16"):
+        return "bf16" if given.on("bf16") else "fp16"
+    return ("fp16" if "fp16" in word else "bf16") if bridge else "float32"
 
 
 def stored(given: Arguments) -> Tree:
@@ -693,8 +705,10 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
     if local or given.get("attention-backend", "auto") in ("unfused", "local"):
         facts.append("attention=fused-softmax")
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
+    if "fp4" in recipe or (bridge and not re.search("bf16|fp16|fp8", recipe)):
+        given.leave("mixed-precision")
     if given.get("fp8-format") or given.get("fp8") or "fp8" in recipe:
-        facts.append("products=mxfp8" if "mxfp8" in recipe else "products=fp8")
+        facts.append("products=mxfp8" if "mxfp8" in recipe or "fp8_mx" in recipe else "products=fp8")
         alone = given.get("fp8-param-gather")
         if alone is None and bridge:
             alone = "subchannel" not in recipe

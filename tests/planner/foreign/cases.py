@@ -69,6 +69,11 @@ def llama3_8b_tokens():
     )
     config.parallelism.fsdp_reshard_after_forward = "never"
     return config
+
+default_config = JobConfig(
+    model=Model(name="llama3", flavor="70B"), training=Training(local_batch_size=4, seq_len=SEQUENCE, dataset="c4"),
+    activation_checkpoint=ActivationCheckpoint(mode="full", selective_ac_option="op"),
+)
 """
 BRIDGE_EXPERTS = """
 from megatron.bridge.recipes.utils import CommOverlapConfig
@@ -431,6 +436,11 @@ enable = true
         {"llama3/config_registry.py": TITAN}, 8, "torchtitan-eager",
         {"batch.global_": 64, "micro": 2, "data.lengths.source": 8192, "layout.data.sync": "zero2"},
         function="llama3_8b_tokens",
+    ),
+    "torchtitan registry, a variable": Job(
+        {"llama3/train_configs.py": TITAN}, 64, "torchtitan-eager",
+        {"model.hidden": 8192, "batch.global_": 256, "micro": 4, "data.lengths.source": 8192, "memory.recompute": 1},
+        function="default_config",
     ),
     "torchtitan registry, experts by DeepEP": Job(
         {"qwen3/config_registry.py": TITAN_SPECS}, 8, "torchtitan-eager",

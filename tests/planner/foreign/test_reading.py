@@ -186,7 +186,8 @@ def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
         ("stage.sh", 'cat > d.json <<E\n{"zero_optimization": {"stage": 2}}\nE\nx --num-layers 4 --hidden-size 64 '
          "--num-attention-heads 4 --seq-length 8 --deepspeed --deepspeed_config d.json --zero-stage 1",
          "--zero-stage=1 differs from the stage 2 of d.json"),
-        ("titan.py", "import torchtitan\ndef a(): pass\n", r"names no function; valid: .*titan.py:a"),
+        ("titan.py", "import torchtitan\ndef a(): pass\nb = JobConfig(steps=1)\nc = 3\n",
+         r"names no function; valid: .*titan.py:a or .*titan.py:b$"),
         ("a.sh", "train --num-layers $LAYERS --hidden-size 64", r"--num-layers=\$LAYERS is a variable that the script"),
         ("peft.yaml", "base_model: a/b\nadapter: qlora", "adapter=qlora trains no whole weights"),
         ("tp.sh", "x --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
@@ -637,7 +638,10 @@ def test_a_script_writes_files_and_has_the_variables_of_slurm() -> None:
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"), ("openai-community/gpt2", "gpt2-small"),
         ("llama3_8b", "llama-3.1-8b"), ("HuggingFaceTB/SmolLM3-3B-checkpoints", "smollm3-3b"),
         ("/hub/models--moonshotai--Moonlight-16B-A3B/snapshots/ce8bc1/", "moonlight-16b-a3b"),
-        ("/models/Qwen3-8B/", "qwen3-8b"),
+        ("/models/Qwen3-8B/", "qwen3-8b"), ("Qwen3MoEModelProvider30B_A3B", "qwen3-30b-a3b"),
+        ("Llama3ModelProvider8B", "llama-3.1-8b"), ("Llama31ModelProvider405B", "llama-3.1-405b"),
+        ("DeepSeekV3ModelProvider", "deepseek-v3"), ("MixtralModelProvider8x7B", "mixtral-8x7b"),
+        ("GPTOSSProvider20B", "gpt-oss-20b"), ("LlamaModelProvider", None), ("Llama2ModelProvider7B", None),
         ("NousResearch/Llama-2-7b-hf", None), ("meta-llama/Llama-3.1-8B-Instruct-1B", None), ("a/base", None),
     ],
 )  # fmt: skip
@@ -723,11 +727,43 @@ def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen2.5-0.5B", 151936),
         ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $1", 50257),
         ("--patch-tokenizer-type Qwen3Tokenizer --extra-vocab-size 293", 151936),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /data/qwen3.5_tokens", 248320),
     ],
 )
 def test_a_tokenizer_names_the_vocabulary(words: str, tokens: int, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(f"{SMALL} {words}")
     assert read_foreign(tmp_path / "job.sh", Asked(devices=8)).account.assumed["vocab-size"][0] == tokens
+
+
+@pytest.mark.parametrize(
+    "mixed, dtype, products",
+    [
+        ('"fp16_mixed"', "fp16", []),
+        ("fp16_mixed()", "fp16", []),
+        ('get_mixed_precision_config("fp16_mixed")', "fp16", []),
+        ("MixedPrecisionConfig(fp16=True)", "fp16", []),
+        ("bf16_mixed()", "bf16", []),
+        ("bf16_with_mxfp8_mixed()", "bf16", ["products=mxfp8"]),
+        ('get_precision_config("fp8_mx")', "bf16", ["products=mxfp8"]),
+        ('get_mixed_precision_config("bf16_with_fp8_current_scaling_mixed")', "bf16", ["products=fp8"]),
+        ('MixedPrecisionConfig(bf16=True, fp8="hybrid")', "bf16", ["products=fp8"]),
+        ("bf16_with_nvfp4_mixed()", "bf16", []),
+        ("formats_of_another_file", "bf16", []),
+    ],
+)
+def test_the_formats_of_a_recipe_are_read(mixed: str, dtype: str, products: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        "from megatron.bridge import AutoBridge\n"
+        "def mine():\n    cfg = _pretrain_common()\n    cfg.model = Llama32ModelProvider1B(seq_length=4096)\n"
+        f"    cfg.train.global_batch_size = 8\n    cfg.mixed_precision = {mixed}\n"
+        f"    {'cfg.mixed_precision.fp8_param_gather = False' if '(' in mixed else 'pass'}\n    return cfg\n"
+    )
+    job = read_foreign(path.with_name("recipe.py:mine"), Asked(devices=8))
+    assert (job.run["model"], job.run["precision"]) == ("llama-3.2-1b", dtype)
+    assert [each for each in job.facts if each.startswith("products")] == products
+    is_left = any("mixed_precision" in name and "gather" not in name for name in job.account.left_out)
+    assert is_left == any(word in mixed for word in ("nvfp4", "another"))
 
 
 def test_the_attention_of_a_job_is_read(tmp_path: Path) -> None:
