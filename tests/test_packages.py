@@ -40,7 +40,7 @@ NOT_OURS = (
     "node_modules",
 )
 """Folders of the root that a build of the tests' copy does not need."""
-MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis")
+MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis", "layout.html")
 
 
 def project() -> dict[str, Any]:

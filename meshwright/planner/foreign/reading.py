@@ -121,7 +121,8 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
         rule = "nests more brackets, branches or calls than can be read"
         raise ConfigError.of("--from", path, rule, "the command's line in a file of its own") from None
     flags = script.flags
-    if any(name.startswith(("training.", "parallelism.")) for name in flags) or {"module", "config"} <= set(flags):
+    sections = ("training.", "parallelism.", "job.config")
+    if any(name.startswith(sections) for name in flags) or {"module", "config"} <= set(flags):
         job = titan.read_flags(path, asked, flags)
     elif megatron.is_megatron(flags):
         job = megatron.read_arguments(path, asked, flags, files=script.files, swift=script.starts("megatron"))

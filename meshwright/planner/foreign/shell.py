@@ -130,13 +130,15 @@ class _Leave(Exception):
 
 
 class _Shell(Variables):
-    """The state of a script while it is read. `conditions`: unknown conditions of the branch that is read."""
+    """The state of a script while it is read. `conditions`: unknown conditions of the branch that is read; `given`:
+    variables of one command."""
 
     def __init__(self, script: Script, variables: dict[str, Value], folder: Path | None) -> None:
         super().__init__(variables)
         self.script, self.folder = script, folder
         self.functions: dict[str, Body] = {}
         self.conditions: list[str] = []
+        self.given: dict[str, Value] = {}
         self.rounds = self.calls = self.loops = self.changes = 0
 
     def run(self, body: Body) -> bool | None:
@@ -267,11 +269,16 @@ class _Shell(Variables):
         words = list(node.words)
         edited = node.words[-1:] if node.words[:1] == ("sed",) and "-i" in node.words else ()
         self.write(node.targets or edited, (node,))
+        before = dict(self.values)
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
             self.assigned(match)
             words.pop(0)
         if not words:
             return True
+        # `A=1 command`: the command has the variable, and the line's other words and the lines behind have not.
+        self.given = {key: value for key, value in self.values.items() if before.get(key) != value}
+        if self.given:
+            self.values = before
         name, behind = self.text(words[0]), words[1:]
         if name in _DECLARES:
             for word in behind:
@@ -328,10 +335,16 @@ class _Shell(Variables):
             return None
         self.calls += 1
         self.rounds += 1
+        before = {key: self.values.get(key) for key in self.given}
+        self.values |= self.given
+        self.given = {}
         try:
             return self.run(body)
         finally:
             self.calls -= 1
+            for key, value in before.items():
+                self.values.pop(key, None)
+                self.values |= {} if value is None else {key: value}
 
     def call(self, name: str, arguments: Sequence[str]) -> bool | None:
         """Read a function's body with arguments."""

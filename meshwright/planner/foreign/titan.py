@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.foreign import zero
 from meshwright.planner.foreign.account import Account
 from meshwright.planner.foreign.job import Asked, Degrees, ForeignJob, known_name, model_of, run_of, schedule_of
 from meshwright.planner.foreign.literals import CALLED, named_function
@@ -18,13 +19,14 @@ DEFAULT = "torchtitan's default"
 HARMLESS = """
 hf_assets_path dump_folder job.* profil* metrics.* checkpoint.* validat* dataloader.* lr_scheduler.* optimizer.lr
 optimizer.eps optimizer.beta* optimizer.weight_decay optimizer.implementation training.steps training.dataset*
-training.max_norm training.seed training.gc_* experimental.* debug.* comm.* fault_tolerance.* tokenizer.* *.() *.()*
+training.max_norm training.seed training.gc_* training.warmup_steps experimental.custom* experimental.*import* debug.*
+comm.* fault_tolerance.* tokenizer.* *.() *.()*
 lr_scheduler model.tokenizer_path model.print_after_conversion loss.loss_fn* ()
 activation_checkpoint.early_stop compile.backend *.float8.*fqns float8.*fqns
 model.hf_assets_path context_parallel.*
-parallelism.context_parallel_load_balancer parallelism.enable_loss_parallel parallelism.disable_loss_parallel
+parallelism.context_parallel_load_balancer *.enable_loss_parallel *.disable_loss_parallel *.pipeline_parallel_split_mode
 module config parallelism.pipeline_parallel_expert_parallel_overlap
-optimizer.0 checkpoint
+optimizer.0 checkpoint model.norm_type experimental.enable_compiled_autograd training.*determin*
 """
 """Fields that change neither seconds nor bytes of a step, or that are read as a whole."""
 
@@ -45,18 +47,28 @@ def read_registry(path: Path, function: str | None, asked: Asked) -> ForeignJob:
 
 
 def read_flags(path: Path, asked: Asked, flags: Mapping[str, str]) -> ForeignJob:
-    """Read the job of `--module llama3 --config llama3_8b --training.seq_len 8192 ...`.
+    """Read the job of `--module llama3 --config llama3_8b --training.seq_len 8192 ...`, or of `--job.config_file
+    NAME.toml` with flags that have priority over the file's fields.
 
-    The named registry is part of torchtitan and not available here, so only flags and the model's name are read.
+    A named registry is part of torchtitan and not available here, so only flags and the model's name are read.
+
+    Raises:
+        ConfigError: The TOML file is not here.
     """
-    tree: dict[str, Any] = {}
+    named = flags.get("job.config_file") or flags.get("job.config-file")
+    tree = tomllib.loads(zero.file_beside(path, named).read_text(encoding="utf-8")) if named else {}
     for flag, value in flags.items():
         section, dot, name = flag.replace("-", "_").partition(".")
         if dot:
             tree.setdefault(section, {})[name] = value if value else True
         elif section in ("module", "config"):
             tree[section] = value
-    return read_fields(path, asked, tree, "flags")
+    return read_fields(path, asked, tree, "toml" if named else "flags")
+
+
+def named_in(field: str) -> tuple[str, ...]:
+    """Return a parallel field's names: in the section of 2025, and in the sections of 2024."""
+    return tuple(f"{section}.{field}" for section in ("parallelism", "training", "experimental"))
 
 
 def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm) -> ForeignJob:
@@ -66,21 +78,23 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
     model = model_of(asked, account, model_name(account), path)
     sequence = account.get(f"{training}seq_len", f"{training}max_context_length")
     tokens = account.get(f"{training}num_tokens_per_microbatch_per_dp_rank")
-    stages = account.number(f"{parallelism}pipeline_parallel_degree")
-    shard = account.number(f"{parallelism}data_parallel_shard_degree", default=-1, why=f"{DEFAULT}: the rest")
-    replicate = account.number(f"{parallelism}data_parallel_replicate_degree")
-    tensor = account.number(f"{parallelism}tensor_parallel_degree")
-    context = account.number(f"{parallelism}context_parallel_degree")
+    stages = account.number(*named_in("pipeline_parallel_degree"))
+    names = (*named_in("data_parallel_shard_degree"), f"{training}data_parallel_degree")
+    shard = account.number(*names, default=-1, why=f"{DEFAULT}: the rest")
+    replicate = account.number(*named_in("data_parallel_replicate_degree"))
+    tensor = account.number(*named_in("tensor_parallel_degree"))
+    context = account.number(*named_in("context_parallel_degree"))
     rest = max(1, asked.devices // (tensor * stages * context * replicate)) if shard < 0 else shard
-    told = str(account.get(f"{parallelism}pipeline_parallel_schedule", default="1F1B"))
+    told = str(account.get(*named_in("pipeline_parallel_schedule"), default="1F1B")).replace("_", "")
     told = told if stages > 1 else "1F1B"
     known = (("never", True), ("always", False), ("default", stages > 1))
-    keeps = account.word(f"{parallelism}fsdp_reshard_after_forward", known=known, default=stages > 1)
+    keeps = account.word(*named_in("fsdp_reshard_after_forward"), known=known, default=stages > 1)
     degrees = Degrees(
         tensor=tensor, by_sequence=account.flag(f"{parallelism}enable_sequence_parallel", default=True), stages=stages,
         chunks=2 if "interleaved" in told.lower() else 1, context=context,
         schedule=schedule_of(told, "pipeline_parallel_schedule"),
-        experts=account.number(f"{parallelism}expert_parallel_degree"), shard=rest if replicate > 1 else None,
+        experts=account.number(f"{parallelism}expert_parallel_degree"),
+        shard=rest if min(rest, replicate) > 1 else None,
         sync=("zero2" if keeps else "zero3") if rest > 1 else "allreduce",
         replicas=None if shard < 0 else shard * replicate,
     )  # fmt: skip
@@ -92,7 +106,11 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
     if tokens is None:
         local = account.number(f"{training}local_batch_size", f"{training}batch_size", default=8, why=DEFAULT)
         whole = account.number(f"{training}global_batch_size", default=-1)
-        size = account.number(f"{parallelism}pipeline_parallel_microbatch_size") if stages > 1 else local
+        size = local
+        if stages > 1:  # a count of microbatches until May 2025, by default one for each stage
+            usual = stages if account.says("experimental.pipeline_parallel_degree") else 0
+            count = account.number(*named_in("pipeline_parallel_microbatches"), default=usual)
+            size = local // count if count else account.number(f"{parallelism}pipeline_parallel_microbatch_size")
         micro, step = min(size, local), whole if whole > 0 else local * replicas
     else:
         length = int(asked.sequence or sequence or 1)
@@ -107,10 +125,6 @@ def read_fields(path: Path, asked: Asked, tree: Mapping[str, Any], form: JobForm
         recompute=recomputed(account), precision=precision_of(account), path=path,
         offload="host" if account.flag(f"{training}enable_cpu_offload") else "none",
     )  # fmt: skip
-    account.agree("optimizer.name", "adamw", "adam")
-    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
-        for section in ("float8", "quantize.linear.float8", "quantize.dense.float8"):
-            account.agree(f"{section}.{name}", "false")
     if degrees.experts == 1:
         account.get(f"{parallelism}expert_tensor_parallel_degree")  # no effect
     components = account.get("compile.components", default=("model", "loss"))
@@ -170,6 +184,9 @@ def facts_of(account: Account) -> tuple[str, ...]:
     facts = []
     converters = str(account.get("model_converters.converters", "model.converters", default="")).lower()
     converters += str(account.get("model_spec.converters", "model_spec.quantization", default="")).lower()
+    older = account.flag("float8.enable_float8_linear", "training.enable_fp8_linear")
+    if older or account.get("training.fp8_linear") == "dynamic":
+        converters += "float8"
     if "mxfp8" in converters:
         facts.append("products=mxfp8")
     elif "float8" in converters:
@@ -177,11 +194,16 @@ def facts_of(account: Account) -> tuple[str, ...]:
     elif converters:  # NVFP4, adapters
         account.leave("model_spec.converters")
         account.leave("model_converters.converters")
+    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+        for section in ("float8", "quantize.linear.float8", "quantize.dense.float8"):
+            account.agree(f"{section}.{name}", "false")
+    account.agree("optimizer.name", "adamw", "adam")
     account.agree("training.mixed_precision_reduce", "float32")
+    account.agree("training.data_parallel_type", "fsdp")
     account.agree("model_spec.attn_backend", "sdpa", "flex", "varlen", "flash", "flex_flash")
     if "chunk" in str(account.get(f"loss.{CALLED}", default="")).lower():
         facts.append("logits=slices")
-    if account.flag("parallelism.enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"):
+    if account.flag(*named_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel"):
         facts.append("overlapped=sums,gathers,layers")
     if account.number("parallelism.expert_parallel_degree") > 1:
         known = (("standard", "alltoall"), ("deepep", "deepep"), ("hybridep", "hybridep"))

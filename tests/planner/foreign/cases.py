@@ -75,6 +75,37 @@ default_config = JobConfig(
     activation_checkpoint=ActivationCheckpoint(mode="full", selective_ac_option="op"),
 )
 """
+TITAN_2024 = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "70B"
+norm_type = "rmsnorm"
+[training]
+batch_size = 8
+seq_len = 8192
+warmup_steps = 200
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+compile = true
+[experimental]
+context_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "interleaved_1f1b"
+enable_async_tensor_parallel = true
+[float8]
+enable_float8_linear = true
+enable_fsdp_float8_all_gather = true
+[activation_checkpoint]
+mode = "full"
+"""
+TITAN_RUN = """
+NGPU=${NGPU:-"8"}
+CONFIG_FILE=${CONFIG_FILE:-"./train_configs/debug_model.toml"}
+torchrun --nproc_per_node=${NGPU} --rdzv_backend c10d --role rank --tee 3 \\
+-m torchtitan.train --job.config_file ${CONFIG_FILE} "$@"
+"""
 BRIDGE_EXPERTS = """
 from megatron.bridge.recipes.utils import CommOverlapConfig
 
@@ -459,6 +490,27 @@ enable = true
         8, "torchtitan-eager",
         {"model.hidden": 4096, "data.lengths.source": 4096, "batch.global_": 8, "micro": 2, "layout.tensor.size": 2,
          "layout.data.size": 4},
+    ),
+    "torchtitan's TOML of 2024": Job(
+        {"llama3_70b.toml": TITAN_2024}, 64, "torchtitan",
+        {"model.hidden": 8192, "batch.global_": 16, "micro": 4, "layout.tensor.size": 8, "layout.pipeline.size": 2,
+         "layout.pipeline.chunks": 2, "layout.context.size": 2, "layout.data.size": 2, "layout.data.sync": "zero2",
+         "memory.recompute": 1},
+        ("products=fp8", "overlapped=sums,gathers,layers"), ("float8.enable_fsdp_float8_all_gather",),
+    ),
+    "torchtitan's replicas without shards.toml": Job(
+        {"ddp.toml": TITAN_2024.replace("shard_degree = -1", "shard_degree = 1\ndata_parallel_replicate_degree = 2")},
+        64, "torchtitan", {"layout.data.size": 2, "layout.data.sync": "allreduce"},
+        ("products=fp8", "overlapped=sums,gathers,layers"), ("float8.enable_fsdp_float8_all_gather",),
+    ),
+    "torchtitan's run_train.sh with a TOML": Job(
+        {"job.slurm": "#SBATCH --nodes=4\nCONFIG_FILE=./mine.toml NGPU=8 ./run_train.sh --training.batch_size 16 "
+                      "--experimental.context_parallel_degree=1 --experimental.pipeline_parallel_microbatches 8\n",
+         "run_train.sh": TITAN_RUN, "mine.toml": TITAN_2024},
+        32, "torchtitan",
+        {"model.hidden": 8192, "batch.global_": 32, "micro": 2, "layout.tensor.size": 8, "layout.pipeline.size": 2,
+         "layout.context.size": 1, "layout.data.size": 2},
+        ("products=fp8", "overlapped=sums,gathers,layers"), ("float8.enable_fsdp_float8_all_gather",),
     ),
     "Megatron-LM train_gpt3_175b_distributed.sh": Job(
         {"train.sh": MEGATRON_175B}, 128, "megatron-core",

@@ -160,6 +160,7 @@ def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
         ("other.yaml", "a: 1", "has no field that a known program's file has"),
         ("line", "python train.py --layers 3", "has no --num-layers and --hidden-size"),
         ("job.toml", "[model", "cannot be read"),
+        ("titan.sh", "torchrun train.py --job.config_file a/b.toml", "names a/b.toml, which is not here"),
         ("plain.py", "x = 1", "is Python of neither torchtitan nor Megatron-Bridge"),
         ("tune.yaml", "model: {_component_: torchtune.models.llama3_1.llama3_1_70b}", "is a job of torchtune, which"),
         ("mpt.yaml", "fsdp_config: {}\ndevice_train_microbatch_size: 8", "is a job of Composer, llm-foundry or OLMo"),
@@ -660,7 +661,8 @@ def test_names_of_releases_are_the_sizes_of_one_model(told: str, ours: str | Non
          "reuse-grad-buf-for-mxfp8-param-ag moe-expert-capacity-factor"),
         (titan.HARMLESS, "model_spec.converters model_spec.moe_comm_backend model_spec.attn_backend "
          "parallelism.module_fqns_per_model_part training.mixed_precision_reduce training.enable_cpu_offload "
-         "parallelism.expert_parallel_degree compile.enable activation_checkpoint.mode"),
+         "parallelism.expert_parallel_degree compile.enable activation_checkpoint.mode training.tensor_parallel_degree "
+         "experimental.pipeline_parallel_degree experimental.enable_async_tensor_parallel training.fp8_linear"),
         (huggingface.AXOLOTL, "overrides_of_model_config.num_hidden_layers s2_attention plugins optimizer adapter "
          "expert_parallel_size flash_attention liger_rms_norm sequence_len sample_packing unfrozen_parameters bf16"),
         (zero.HARMLESS, "zero_optimization.stage zero_optimization.cpu_offload bf16.enabled "

@@ -74,6 +74,8 @@ SCRIPTS = (
     "f() { local B=$1; A=$B; }\nf 7",
     "set -- 3 4\nA=$2$#",
     'B=5\neval "A=\\$B"',
+    "f() { A=$B$C; C=6; }\nB=0 C=3\nB=1 C=2 f\nA=$A$B$C",
+    "A=1 B=0\nA=2 true\nB=3 eval 'A=$A$B'\nA=$A$B",
     "readonly A=5",
     "cat <<EOF > /dev/null\nA=2\nEOF\nA=${A:-7}",
     "X=(1 # don't\n 2)\nA=${X[@]}",
