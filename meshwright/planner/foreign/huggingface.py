@@ -72,6 +72,7 @@ def read_accelerate(
     why = "" if usual else "the Trainer's arguments are not in this file"
     micro = account.number("per_device_train_batch_size", default=usual or 1, why=why)
     again = account.flag("fsdp_config.fsdp_activation_checkpointing") or line.flag("gradient_checkpointing")
+    again = again or (line.says("finetuning_type") and trainer.recomputed(line) == 1)
     half = trainer.half_of(line)
     run = run_of(
         asked, account, fsdp_degrees(account, asked.devices, sharded=sharded),
@@ -245,6 +246,7 @@ def read_deepspeed(
     if half is None and not (outer.says("mixed_precision") or outer.says("bf16") or outer.says("fp16")):
         outer.assume("precision", usual, "neither JSON nor line turns a half precision on")
     half = half or usual
+    line.agree(half, "true")
     degrees = Degrees(
         tensor=tensor, experts=inner.number("expert_parallel.autoep_size"), sync=zero.sync_of(inner, half),
         context=context, context_kind="ulysses",

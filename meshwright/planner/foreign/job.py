@@ -224,7 +224,11 @@ def known_name(told: str) -> str | None:
     has a class of Megatron-Bridge, `Llama31ModelProvider8B`, without punctuation."""
     cached = re.search(r"models--[^/]+--([^/]+)/snapshots/", told)
     name = (
-        (cached[1] if cached else told.rstrip("/").rsplit("/", 1)[-1]).lower().replace("_", "-").removesuffix(".yaml")
+        (cached[1] if cached else told.rstrip("/").rsplit("/", 1)[-1])
+        .lower()
+        .replace("___", ".")
+        .replace("_", "-")
+        .removesuffix(".yaml")
     )
     name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
     names = model_names()

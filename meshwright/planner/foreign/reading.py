@@ -26,14 +26,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import read_yaml
+from meshwright.config.load import plain_values, read_yaml
 from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan, trainer, zero
 from meshwright.planner.foreign.account import Account, fields_of
 from meshwright.planner.foreign.job import Asked, ForeignJob
-from meshwright.planner.foreign.shell import read_script
+from meshwright.planner.foreign.shell import Script, read_script
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.foreign import parse_json
 
@@ -78,7 +80,10 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
     if ending in (".yaml", ".yml"):
         return read_mapping(path, asked, read_yaml(path))
     if ending == ".json":
-        return huggingface.read_deepspeed(path, asked, parse_json(path.read_text(encoding="utf-8")), Account({}))
+        tree = parse_json(path.read_text(encoding="utf-8"))
+        if not zero.FIELDS & tree.keys() or trainer.is_trainer(tree) or ACCELERATE & tree.keys():
+            return read_mapping(path, asked, tree)
+        return huggingface.read_deepspeed(path, asked, tree, Account({}))
     text = path.read_text(encoding="utf-8")
     if ending == ".py":
         if "torchtitan" in text:
@@ -126,17 +131,10 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
         job = titan.read_flags(path, asked, flags)
     elif megatron.is_megatron(flags):
         job = megatron.read_arguments(path, asked, flags, files=script.files, swift=script.starts("megatron"))
-    elif named := flags.get("config_file"):
-        job = huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
-    elif trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
-        job = huggingface.read_trainer(path, asked, flags, "--")
+    elif (fields := named_arguments(path, script)) and not trainer.is_trainer(fields):
+        job = read_mapping(path, asked, fields)
     else:
-        refuse_unread(path, dict.fromkeys(script.words or text.split(), ""))
-        rule = (
-            "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "
-            "--per_device_train_batch_size (the Trainer)"
-        )
-        raise ConfigError.of("--from", path, rule, FORMS)
+        job = read_trainers(path, asked, script, fields)
     for condition in script.undecided:
         job.account.assume(
             f"if {condition}", "both branches", "the condition hangs on values that the script does not set"
@@ -144,6 +142,59 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     for word in script.unmatched:
         job.account.assume(f"case {word}", "no branch", "the word hangs on values that the script does not set")
     return job
+
+
+def read_trainers(path: Path, asked: Asked, script: Script, fields: Mapping[str, Any]) -> ForeignJob:
+    """Read the job of the Trainer's arguments in a launch script, or with others in a file that the script names."""
+    flags = fields or script.flags
+    if named := flags.get("config_file"):
+        return huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
+    if trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
+        return huggingface.read_trainer(path, asked, flags, "--")
+    refuse_unread(path, dict.fromkeys(script.words, ""))
+    rule = (
+        "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "
+        "--per_device_train_batch_size (the Trainer)"
+    )
+    raise ConfigError.of("--from", path, rule, FORMS)
+
+
+TREES = (".yaml", ".yml", ".json")
+LAUNCH = {"launcher", "num_processes", "role", "local_ranks_filter", "num_cpu_threads_per_process"}
+"""Flags of launchers that are no arguments of the Trainer."""
+
+
+def named_arguments(path: Path, script: Script) -> dict[str, Any]:
+    """Return the fields of a file that a line names, `train.py args.yaml` or `--config args.yaml`; nothing without one.
+
+    The line's flags and words `field=value` have priority over the file's fields.
+
+    Raises:
+        ConfigError: The file is not here.
+    """
+    flags, words = {name.replace("-", "_"): value for name, value in script.flags.items()}, script.words
+    behind = [word for before, word in pairwise(words) if not before.startswith("--") and not before.endswith(TREES)]
+    told = (flags.pop("config", ""), script.flags.get("config-file", ""), *behind)
+    named = next((each for each in told if each.endswith(TREES) and not each.startswith("-") and "=" not in each), None)
+    if named is None:
+        return {}
+    text = script.files.get(named.rpartition("/")[2])
+    if text is None:
+        file = zero.file_beside(path, named)
+        tree = parse_json(file.read_text(encoding="utf-8")) if named.endswith(".json") else read_yaml(file)
+    else:
+        tree = plain_values(text)
+    if not trainer.is_trainer(tree | flags):  # the launcher's flags are no fields of the program
+        launch = {name for name in flags for each in trainer.HARMLESS.split() if fnmatchcase(name, each)}
+        flags = {name: value for name, value in flags.items() if name in tree or name not in launch | LAUNCH}
+    given = [word.partition("=")[::2] for word in words[words.index(named) :] if re.match(r"[A-Za-z_][\w.]*=", word)]
+    for name, value in (*flags.items(), *given):
+        holder, (*above, last) = tree, name.split(".")
+        for key in above:
+            inner = holder.get(key)
+            holder[key] = holder = inner if isinstance(inner, dict) else {}
+        holder[last] = value if value else True
+    return dict(tree)
 
 
 UNREAD = (

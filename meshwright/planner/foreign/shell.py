@@ -117,6 +117,9 @@ def slurm_variables(text: str) -> dict[str, Value]:
 
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+_PROGRAM = re.compile(r"(?:^|/)(?:llamafactory-cli|axolotl|trl|automodel|torchrun|accelerate|deepspeed|python[\d.]*)$")
+_ARGUMENTS = (".yaml", ".yml", ".json")
+"""Endings of a program's files of arguments: a command with such a file needs no flags."""
 _STARTERS = ("bash", "sh", "sbatch", "srun", "exec", "nohup")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
 
@@ -371,11 +374,13 @@ class _Shell(Variables):
         for before, word in pairwise(raw):
             if before == "-c":  # `bash -c` runs its word
                 words += self.words(words_of(self.text(word)))
-        if "--" in words and flags_of(words[words.index("--") + 1 :]):  # a launcher's flags before its program's
-            words = words[words.index("--") + 1 :]
+        if "--" in words and flags_of(words[words.index("--") + 1 :]):
+            # A launcher's flags are before its program's; axolotl's are before its launcher's.
+            cut = words.index("--")
+            words = words[:cut] if "axolotl" in words else words[cut + 1 :]
         words = [each for word in words for each in (word.split() if re.match(r"--[^=\s]+\s", word) else [word])]
         flags = flags_of(words)
-        if not flags:
+        if not flags and not (any(map(_PROGRAM.search, words)) and any(each.endswith(_ARGUMENTS) for each in words)):
             return
         if words[0].startswith("--"):  # a line of flags, or after a comment between flags
             self.script.words, self.script.flags = self.script.words + words, self.script.flags | flags

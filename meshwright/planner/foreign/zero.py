@@ -20,6 +20,8 @@ fp16.min* fp16.auto* bf16.loss* bf16.initial* bf16.hyst* bf16.min* bf16.auto* *r
 *pipeline_write deepspeed_multinode_launcher deepspeed_hostfile
 """
 """DeepSpeed's fields that a plan does not express, or that repeat the default."""
+FIELDS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16", "optimizer"}
+"""Fields of which DeepSpeed's JSON has one or more."""
 STAGES = ("allreduce", "zero1", "zero2", "zero3")
 """Our value of `layout.data.sync` by DeepSpeed's stage."""
 PRESETS = {f"zero{stage}{offload}": (stage, bool(offload)) for stage in range(4) for offload in ("", "_offload")}

@@ -160,6 +160,7 @@ def test_every_column_says_where_a_value_is_from(tmp_path: Path) -> None:
         ("other.yaml", "a: 1", "has no field that a known program's file has"),
         ("line", "python train.py --layers 3", "has no --num-layers and --hidden-size"),
         ("job.toml", "[model", "cannot be read"),
+        ("yaml.sh", "llamafactory-cli train a/b.yaml", "names a/b.yaml, which is not here"),
         ("titan.sh", "torchrun train.py --job.config_file a/b.toml", "names a/b.toml, which is not here"),
         ("plain.py", "x = 1", "is Python of neither torchtitan nor Megatron-Bridge"),
         ("tune.yaml", "model: {_component_: torchtune.models.llama3_1.llama3_1_70b}", "is a job of torchtune, which"),
@@ -639,6 +640,7 @@ def test_a_script_writes_files_and_has_the_variables_of_slurm() -> None:
         ("unsloth/gpt-oss-20b-BF16", "gpt-oss-20b"), ("openai-community/gpt2", "gpt2-small"),
         ("llama3_8b", "llama-3.1-8b"), ("HuggingFaceTB/SmolLM3-3B-checkpoints", "smollm3-3b"),
         ("/hub/models--moonshotai--Moonlight-16B-A3B/snapshots/ce8bc1/", "moonlight-16b-a3b"),
+        ("/hub/Llama-3___2-1B-Instruct", "llama-3.2-1b"),
         ("/models/Qwen3-8B/", "qwen3-8b"), ("Qwen3MoEModelProvider30B_A3B", "qwen3-30b-a3b"),
         ("Llama3ModelProvider8B", "llama-3.1-8b"), ("Llama31ModelProvider405B", "llama-3.1-405b"),
         ("DeepSeekV3ModelProvider", "deepseek-v3"), ("MixtralModelProvider8x7B", "mixtral-8x7b"),
@@ -766,6 +768,64 @@ def test_the_formats_of_a_recipe_are_read(mixed: str, dtype: str, products: list
     assert [each for each in job.facts if each.startswith("products")] == products
     is_left = any("mixed_precision" in name and "gather" not in name for name in job.account.left_out)
     assert is_left == any(word in mixed for word in ("nvfp4", "another"))
+
+
+FILES_OF_LINES = {
+    "sft.yaml": "model_name_or_path: meta-llama/Llama-3.1-8B\nfinetuning_type: full\ncutoff_len: 4096\nbf16: true\n"
+                "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n",
+    "args.json": '{"model_name_or_path": "meta-llama/Llama-3.1-8B", "per_device_train_batch_size": 2, "bf16": true,\n'
+                 '\t"block_size": 4096, "gradient_accumulation_steps": 4, "gradient_checkpointing": true}',
+    "axo.yaml": "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 4096\nmicro_batch_size: 2\nbf16: true\n"
+                "gradient_accumulation_steps: 4\ngradient_checkpointing: true\n",
+    "fsdp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+                 "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n",
+    "ds.json": '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line, micro, sync",
+    [
+        ("llamafactory-cli train sft.yaml", 2, "allreduce"),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train sft.yaml per_device_train_batch_size=1", 1, "allreduce"),
+        ("torchrun --nproc_per_node 8 src/train.py sft.yaml", 2, "allreduce"),
+        ("deepspeed --num_gpus 8 src/train.py sft.yaml --deepspeed ds.json", 2, "zero2"),
+        ("accelerate launch --config_file fsdp.yaml src/train.py sft.yaml", 2, "zero3"),
+        (
+            "accelerate launch --config_file=fsdp.yaml sft.py --config sft.yaml --per-device-train-batch-size 4",
+            4,
+            "zero3",
+        ),
+        ("trl sft --config sft.yaml", 2, "allreduce"),
+        ("cp sft.yaml other.yaml\npython run_clm.py args.json\ncat sft.yaml", 2, "allreduce"),
+        ("axolotl train axo.yaml --micro-batch-size 4 --launcher torchrun -- --nproc_per_node=8", 4, "allreduce"),
+        ("accelerate launch --config_file fsdp.yaml -m axolotl.cli.train axo.yaml --debug", 2, "allreduce"),
+        ("cat > mine.yaml <<E\n" + FILES_OF_LINES["axo.yaml"] + "E\naxolotl train mine.yaml", 2, "allreduce"),
+    ],
+)
+def test_a_line_that_names_its_arguments_file_is_read(line: str, micro: int, sync: str, tmp_path: Path) -> None:
+    for name, text in FILES_OF_LINES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "job.sh").write_text(line)
+    job = read_foreign(tmp_path / "job.sh", Asked(devices=8))
+    config = parse_run(job.run | {"layout": job.run["layout"] | {"ranks_per_node": 8}}, [], unread=ELSEWHERE)
+    assert (config.model.hidden, config.micro, config.batch.global_) == (4096, micro, 8 * micro * 4)
+    assert (config.layout.data.sync, config.memory.recompute, config.precision.dtype) == (sync, 1, "bf16")
+    assert job.account.left_out == {}
+
+
+def test_json_of_others_is_not_read_as_deepspeeds(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text('{"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "num_processes": 8,\n'
+                    '"deepspeed_config": {"zero_stage": 2}}')  # fmt: skip
+    job = read_foreign(path, Asked(model="llama-3.1-8b", sequence=2048, devices=8))
+    assert job.run["layout"]["data"]["sync"] == "zero2"
+    assert job.account.left_out == {}
+    path.write_text(FILES_OF_LINES["args.json"])
+    assert read_foreign(path, Asked(devices=8)).account.read["per_device_train_batch_size"] == 2
+    path.write_text('{"architectures": ["A"]}')
+    with pytest.raises(ConfigError, match="has no field that a known program's file has"):
+        read_foreign(path, Asked(model="llama-3.1-8b", devices=8))
 
 
 def test_the_attention_of_a_job_is_read(tmp_path: Path) -> None:
