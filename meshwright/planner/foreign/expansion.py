@@ -280,7 +280,8 @@ class Variables:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             left, right = self.computed(node.left), self.computed(node.right)
             if not isinstance(node.op, ast.Pow | ast.LShift) or 0 <= right <= MOST_BITS:
-                return int(_OPERATIONS[type(node.op)](left, right))
+                # As in bash, numbers have 64 bits.
+                return (int(_OPERATIONS[type(node.op)](left, right)) + 2**63) % 2**64 - 2**63
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATIONS:
             left, right = self.computed(node.left), self.computed(node.comparators[0])
             return int(_OPERATIONS[type(node.ops[0])](left, right))
@@ -292,12 +293,18 @@ class Variables:
         raise ValueError(ast.unparse(node))
 
 
+def divided(left: int, right: int) -> int:
+    """Return a quotient without its fraction, also of negative numbers."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
 _SIGNS: dict[type, Callable[[int], Any]] = {
     ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Invert: operator.inv,
 }  # fmt: skip
 _OPERATIONS: dict[type, Callable[[int, int], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: divided,
+    ast.Mod: lambda left, right: left - right * divided(left, right), ast.Pow: operator.pow,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
     ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.Eq: operator.eq,
     ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip

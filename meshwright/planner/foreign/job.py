@@ -223,13 +223,8 @@ def known_name(told: str) -> str | None:
     the sizes are not known here. A folder of the Hub's cache, `models--OWNER--NAME/snapshots/HASH`, has the name; so
     has a class of Megatron-Bridge, `Llama31ModelProvider8B`, without punctuation."""
     cached = re.search(r"models--[^/]+--([^/]+)/snapshots/", told)
-    name = (
-        (cached[1] if cached else told.rstrip("/").rsplit("/", 1)[-1])
-        .lower()
-        .replace("___", ".")
-        .replace("_", "-")
-        .removesuffix(".yaml")
-    )
+    last = cached[1] if cached else told.rstrip("/").rpartition("/")[2]
+    name = last.lower().replace("___", ".").replace("_", "-").removesuffix(".yaml")
     name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
     names = model_names()
     if (plain := re.sub(r"(?:moe)?(?:model)?provider|-", "", name)) != name.replace("-", ""):

@@ -85,7 +85,8 @@ def named_function(path: Path, function: str | None) -> tuple[dict[str, Any], li
     text = path.read_text(encoding="utf-8")
     body = ast.parse(text).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    names += [name for node in body if isinstance(getattr(node, "value", None), ast.Call) for name in names_of(node)]
+    made = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call)]
+    names += [name for node in made for name in names_of(node)]
     if function not in names:
         rule = "names no function" if function is None else f"names {function}, which the file does not have"
         offered = [name for name in names if not name.startswith("_")][:8]
@@ -119,9 +120,9 @@ def fields_of_function(text: str, name: str, undecided: list[str] | None = None)
     return _Reader(functions, constants, {}, 0, undecided).run(functions[name], {})
 
 
-def names_of(node: ast.stmt) -> list[str]:
-    """Return the variables that an assignment sets; none for any other statement."""
-    targets = [*getattr(node, "targets", []), getattr(node, "target", None)]
+def names_of(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """Return the variables that an assignment sets."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 

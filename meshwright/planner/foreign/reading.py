@@ -35,7 +35,7 @@ from meshwright.config.load import plain_values, read_yaml
 from meshwright.planner.foreign import automodel, huggingface, megatron, nanotron, titan, trainer, zero
 from meshwright.planner.foreign.account import Account, fields_of
 from meshwright.planner.foreign.job import Asked, ForeignJob
-from meshwright.planner.foreign.shell import Script, read_script
+from meshwright.planner.foreign.shell import ARGUMENTS, Script, read_script
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.foreign import parse_json
 
@@ -81,6 +81,8 @@ def read_file(path: Path, function: str | None, asked: Asked) -> ForeignJob:
         return read_mapping(path, asked, read_yaml(path))
     if ending == ".json":
         tree = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ConfigError.of("--from", path, "holds no fields", FORMS)
         if not zero.FIELDS & tree.keys() or trainer.is_trainer(tree) or ACCELERATE & tree.keys():
             return read_mapping(path, asked, tree)
         return huggingface.read_deepspeed(path, asked, tree, Account({}))
@@ -134,7 +136,7 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     elif (fields := named_arguments(path, script)) and not trainer.is_trainer(fields):
         job = read_mapping(path, asked, fields)
     else:
-        job = read_trainers(path, asked, script, fields)
+        job = read_trainers(path, asked, fields or script.flags, script.words or text.split())
     for condition in script.undecided:
         job.account.assume(
             f"if {condition}", "both branches", "the condition hangs on values that the script does not set"
@@ -144,14 +146,17 @@ def read_words(path: Path, asked: Asked, text: str) -> ForeignJob:
     return job
 
 
-def read_trainers(path: Path, asked: Asked, script: Script, fields: Mapping[str, Any]) -> ForeignJob:
-    """Read the job of the Trainer's arguments in a launch script, or with others in a file that the script names."""
-    flags = fields or script.flags
+def read_trainers(path: Path, asked: Asked, flags: Mapping[str, Any], words: list[str]) -> ForeignJob:
+    """Read the job of the Trainer's arguments in a launch script, with those of a file that the script names.
+
+    Raises:
+        ConfigError: The arguments are no job's; for a known program that is not read, with the program's name.
+    """
     if named := flags.get("config_file"):
         return huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
     if trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
         return huggingface.read_trainer(path, asked, flags, "--")
-    refuse_unread(path, dict.fromkeys(script.words, ""))
+    refuse_unread(path, dict.fromkeys(words, ""))
     rule = (
         "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "
         "--per_device_train_batch_size (the Trainer)"
@@ -159,7 +164,6 @@ def read_trainers(path: Path, asked: Asked, script: Script, fields: Mapping[str,
     raise ConfigError.of("--from", path, rule, FORMS)
 
 
-TREES = (".yaml", ".yml", ".json")
 LAUNCH = {"launcher", "num_processes", "role", "local_ranks_filter", "num_cpu_threads_per_process"}
 """Flags of launchers that are no arguments of the Trainer."""
 
@@ -173,9 +177,13 @@ def named_arguments(path: Path, script: Script) -> dict[str, Any]:
         ConfigError: The file is not here.
     """
     flags, words = {name.replace("-", "_"): value for name, value in script.flags.items()}, script.words
-    behind = [word for before, word in pairwise(words) if not before.startswith("--") and not before.endswith(TREES)]
+    behind = [
+        word for before, word in pairwise(words) if not before.startswith("--") and not before.endswith(ARGUMENTS)
+    ]
     told = (flags.pop("config", ""), script.flags.get("config-file", ""), *behind)
-    named = next((each for each in told if each.endswith(TREES) and not each.startswith("-") and "=" not in each), None)
+    named = next(
+        (each for each in told if each.endswith(ARGUMENTS) and not each.startswith("-") and "=" not in each), None
+    )
     if named is None:
         return {}
     text = script.files.get(named.rpartition("/")[2])
@@ -187,7 +195,8 @@ def named_arguments(path: Path, script: Script) -> dict[str, Any]:
     if not trainer.is_trainer(tree | flags):  # the launcher's flags are no fields of the program
         launch = {name for name in flags for each in trainer.HARMLESS.split() if fnmatchcase(name, each)}
         flags = {name: value for name, value in flags.items() if name in tree or name not in launch | LAUNCH}
-    given = [word.partition("=")[::2] for word in words[words.index(named) :] if re.match(r"[A-Za-z_][\w.]*=", word)]
+    at = next(index for index, word in enumerate(words) if word.endswith(named))
+    given = [word.partition("=")[::2] for word in words[at:] if re.match(r"[A-Za-z_][\w.]*=", word)]
     for name, value in (*flags.items(), *given):
         holder, (*above, last) = tree, name.split(".")
         for key in above:

@@ -117,8 +117,10 @@ def slurm_variables(text: str) -> dict[str, Value]:
 
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-_PROGRAM = re.compile(r"(?:^|/)(?:llamafactory-cli|axolotl|trl|automodel|torchrun|accelerate|deepspeed|python[\d.]*)$")
-_ARGUMENTS = (".yaml", ".yml", ".json")
+_PROGRAM = re.compile(
+    r"(?:^|/)(?:llamafactory-cli|lmf|axolotl|trl|automodel|torchrun|accelerate|deepspeed|python[\d.]*)$"
+)
+ARGUMENTS = (".yaml", ".yml", ".json")
 """Endings of a program's files of arguments: a command with such a file needs no flags."""
 _STARTERS = ("bash", "sh", "sbatch", "srun", "exec", "nohup")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -380,7 +382,7 @@ class _Shell(Variables):
             words = words[:cut] if "axolotl" in words else words[cut + 1 :]
         words = [each for word in words for each in (word.split() if re.match(r"--[^=\s]+\s", word) else [word])]
         flags = flags_of(words)
-        if not flags and not (any(map(_PROGRAM.search, words)) and any(each.endswith(_ARGUMENTS) for each in words)):
+        if not flags and not (any(map(_PROGRAM.search, words)) and any(each.endswith(ARGUMENTS) for each in words)):
             return
         if words[0].startswith("--"):  # a line of flags, or after a comment between flags
             self.script.words, self.script.flags = self.script.words + words, self.script.flags | flags

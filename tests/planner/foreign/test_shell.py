@@ -64,6 +64,8 @@ SCRIPTS = (
     "B=6\nlet A=B*2\nlet 'A += 1'",
     "A=0\n((A++))\n((A+=2))",
     "B=16; A=$(( (B + 7) / 8 - 1 ))",
+    "B=-7; A=$((B / 2)),$((B % 4)),$((7 / -2)),$((7 % -4)),$((B / -2))",
+    "A=3\nfor i in 1 2 3 4 5 6 7 8 9; do A=$((A * A)); done\nA=$A,$((2 ** 63)),$((-1 << 63))",
     # Loops, functions, and texts that are commands.
     'A=1\nfor i in 1 2 3; do A="$A $i"; done',
     "A=1\nfor ((i=0; i<4; i++)); do\n A=$((A * 2))\n if [ $A -gt 6 ]; then break; fi\ndone",
