@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from meshwright.strategies.pipeline.engine import StageProcess, fixed_order, stage_process
+from meshwright.strategies.pipeline.engine import StageProcess, stage_process
 from meshwright.strategies.pipeline.placement import ChunkPlacement
 from meshwright.strategies.pipeline.schedule import ScheduleRule
 from meshwright.strategies.pipeline.span import Span, Timeline, task_span
@@ -63,8 +63,7 @@ def simulate(
 def _orders(placement: ChunkPlacement, num_microbatches: int, rule: ScheduleRule) -> tuple[tuple[Task, ...], ...]:
     """Return the tasks of each stage."""
     stages = range(placement.num_stages)
-    views = [rule.view(stage, placement.num_stages, num_microbatches, placement) for stage in stages]
-    return tuple(fixed_order(view, rule.schedule) for view in views)
+    return tuple(rule.view(stage, placement.num_stages, num_microbatches, placement).order for stage in stages)
 
 
 def _in_order(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 
 from meshwright.strategies.pipeline.schedule import Schedule
-from meshwright.strategies.pipeline.task import WAIT, Arrival, Task, TaskKind, View, Wait
+from meshwright.strategies.pipeline.task import WAIT, Arrival, Task, View, Wait
 
 StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 
@@ -42,42 +42,6 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
         view = _take(view, arrived, early)
     assert not view.arrivals, f"messages that no task took: {view}"
     assert not early, f"messages that never had their turn: {sorted(map(str, early))}"
-
-
-def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
-    """Return all tasks of a stage if the schedule's order does not depend on timing. Each message is delivered when the
-    stage waits for that message."""
-    stage, count, placement = view.stage, view.num_microbatches, view.placement
-    senders = {
-        (task_kind, chunk): placement.sender(stage, task_kind, chunk)
-        for task_kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
-        for chunk in range(placement.num_chunks)
-    }
-    # A stage's messages to itself are delivered at the end of the sending task, not during a wait.
-    come = {message: 0 for message, sender in senders.items() if sender not in (None, stage)}
-    done = {(task_kind, chunk): 0 for task_kind in TaskKind for chunk in range(placement.num_chunks)}
-    order: list[Task] = []
-    process = stage_process(view, schedule)
-    action = next(process, None)
-    while action is not None:
-        if isinstance(action, Task):
-            order.append(action)
-            done[action.kind, action.chunk] += 1
-            sent = placement.receiver(stage, action)
-            arrived = [sent[1]] if sent is not None and sent[0] == stage else []
-        else:
-            arrived = []
-            for (task_kind, chunk), microbatch in come.items():
-                # A gradient is received only for a microbatch that was sent on.
-                most = count if task_kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
-                if microbatch == done[task_kind, chunk] and microbatch < most:
-                    arrived.append(Arrival(task_kind, microbatch, chunk))
-                    come[task_kind, chunk] += 1
-        try:
-            action = process.send(arrived)
-        except StopIteration:
-            action = None
-    return tuple(order)
 
 
 def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:

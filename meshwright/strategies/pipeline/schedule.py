@@ -10,7 +10,7 @@
 | ZB-V (Qi et al. 2024, section 6) | a fixed order, whatever message arrives first | B and W | | 2p, c = 2, as a v |
 | forward only | F | none | 1 | 1 |
 
-`forward_first` is both GPipe and 1F1B; only the limits differ. Sends never wait. Under all schedules F, B and W each
+GPipe and 1F1B have one order, `forward_first`, and two limits. Sends never wait. Under all schedules F, B and W each
 run in the order of the microbatches, in every chunk.
 
 A limit counts a microbatch once for each chunk that holds activations of the microbatch. With c chunks a stage, one
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise, zip_longest
 
 from meshwright.strategies.pipeline.placement import ChunkPlacement, Shape
 from meshwright.strategies.pipeline.spread_head import with_spread_head
@@ -39,37 +39,6 @@ a chunk."""
 
 TaskOrder = Callable[[int, ChunkPlacement, int, int], tuple[Task, ...]]
 """order(stage, placement, num_microbatches, limit): all tasks of a stage."""
-
-
-def forward_first(view: View) -> Task | None:
-    """Run forward passes up to the limit, then one backward pass for each forward pass (GPipe, 1F1B).
-
-    The order is fixed: if a task's message is late, the stage waits. Several chunks take turns of p microbatches each.
-    In forward passes the first chunk begins, in backward passes the last. 1F1B is then Megatron's interleaved schedule
-    (arXiv 2104.04473, figure 4). Limits must not rise from a stage to the next, or the stages deadlock.
-    """
-    forwards, last = view.total.forwards, len(view.chunks) - 1
-    if forwards < view.num_microbatches * len(view.chunks) and view.in_flight < view.limit:
-        task = view.next(TaskKind.FORWARD, _turn(view, forwards))
-    else:
-        task = view.next(TaskKind.BACKWARD, last - _turn(view, view.total.backwards))
-    # A fixed order waits for its next task, even if another task is ready.
-    return task if view.ready(task.kind, task.chunk) else None
-
-
-def _turn(view: View, done: int) -> int:
-    """Return the chunk of the next task after `done` tasks of a kind.
-
-    Each chunk runs a round of p microbatches, then the next chunk. If p does not divide the number of microbatches,
-    rounds are a few microbatches longer: a shorter last round would deadlock.
-    """
-    rounds = max(1, view.num_microbatches // view.num_stages)
-    # Megatron's short last round deadlocks for remainders below about p / 2. Rounds of two nearly equal lengths never
-    # do, with a few more microbatches in flight.
-    size, larger = divmod(view.num_microbatches, rounds)
-    chunks = len(view.chunks)
-    beyond = done - larger * chunks * (size + 1)  # the larger rounds are first
-    return done // (size + 1) % chunks if beyond < 0 else beyond // size % chunks
 
 
 def axonn(view: View) -> Task | None:
@@ -250,9 +219,29 @@ def interleaved_limit(stage: int, placement: ChunkPlacement, num_microbatches: i
     stage is two microbatches ahead of the next stage.
     """
     stages, chunks = placement.num_stages, placement.num_chunks
-    # The longest round of `_turn`.
+    # The longest round of `forward_first`.
     largest = -(-num_microbatches // max(1, num_microbatches // stages))
     return min(2 * (stages - stage - 1) + (chunks - 1) * largest + 1, num_microbatches * chunks)
+
+
+def forward_first(stage: int, placement: ChunkPlacement, num_microbatches: int, limit: int) -> tuple[Task, ...]:
+    """Return forward passes up to the limit, then one backward pass for each forward pass (GPipe, 1F1B).
+
+    Several chunks take turns of p microbatches each. In forward passes the first chunk begins, in backward passes the
+    last. 1F1B is then Megatron's interleaved schedule (arXiv 2104.04473, figure 4). Limits must not rise from a stage
+    to the next, or the stages deadlock.
+    """
+    chunks = range(len(placement.positions[stage]))
+    rounds = max(1, num_microbatches // placement.num_stages)
+    # Megatron's short last round deadlocks for remainders below about p / 2. Rounds of two nearly equal lengths, the
+    # longer ones first, never do, with a few more microbatches in flight.
+    size, longer = divmod(num_microbatches, rounds)
+    ends = accumulate([size + 1] * longer + [size] * (rounds - longer), initial=0)
+    turns = [(index, chunk) for begin, end in pairwise(ends) for chunk in chunks for index in range(begin, end)]
+    forward = [Task(TaskKind.FORWARD, index, chunk) for index, chunk in turns]
+    backward = [Task(TaskKind.BACKWARD, index, chunks[-1 - chunk]) for index, chunk in turns]
+    pairs = zip_longest(backward, forward[limit:])
+    return *forward[:limit], *(task for pair in pairs for task in pair if task is not None)
 
 
 def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int, limit: int) -> tuple[Task, ...]:
@@ -311,13 +300,13 @@ WHOLE = (TaskKind.FORWARD, TaskKind.BACKWARD)
 SPLIT = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT)
 
 GPIPE = ScheduleRule(
-    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
-    held=lambda stage, num_stages, limit: limit, fixed=True, shapes=("loop", "v"),
+    in_order, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
+    held=lambda stage, num_stages, limit: limit, fixed=True, shapes=("loop", "v"), order=forward_first,
 )  # fmt: skip
 """All forward passes, then all backward passes: holds every microbatch (Huang et al., 2019)."""
 ONE_F_ONE_B = ScheduleRule(
-    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True,
-    shapes=("loop",), tried_shape="loop", chunked_limit=interleaved_limit,
+    in_order, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True, shapes=("loop",),
+    tried_shape="loop", chunked_limit=interleaved_limit, order=forward_first,
 )  # fmt: skip
 """One forward, one backward, in a fixed order; with chunks Megatron's interleaved schedule."""
 AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)

@@ -20,6 +20,7 @@ from meshwright.strategies.pipeline.schedule import (
     WHOLE,
     ScheduleRule,
     forward_first,
+    in_order,
 )
 from meshwright.strategies.pipeline.span import Span, Timeline
 from meshwright.strategies.pipeline.task import Task, TaskKind
@@ -119,7 +120,7 @@ def test_message_driven_has_only_the_bubble_of_the_first_forward(num_stages: int
 
 def test_rising_limits_deadlock_a_static_order() -> None:
     """Stage 0 waits for a first gradient, stage 1 for a second activation: the deadlock is an error, not a hang."""
-    planted = ScheduleRule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: stage + 1)
+    planted = ScheduleRule(in_order, WHOLE, lambda stage, num_stages, num_microbatches: stage + 1, order=forward_first)
     with pytest.raises(AssertionError, match="deadlock: all wait, and no message is under way: stage 0, stage 1"):
         simulate(2, 3, planted, unit_whole, at_once)
 
