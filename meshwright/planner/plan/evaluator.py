@@ -228,7 +228,7 @@ class Evaluator:
         """Return the prediction if the layout fits, else the memory that exceeds the device's; None if the step takes
         `cutoff` seconds or more. A layout that does not fit or is tight gets smaller chunks of logits (logits.py)."""
         # Cheapest check first: the clock, then the memory of the first microbatches, then the replay of allocations.
-        if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
+        if cutoff < math.inf and self.models.planner.seconds(config, cutoff) >= cutoff:
             return None
         found, cluster = self.prediction_or_memory(config), self.job.cluster
         memory = found if isinstance(found, Memory) else found.fullest

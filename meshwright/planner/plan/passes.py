@@ -15,6 +15,9 @@ schedules no step is faster than the slowest stage, and a step at this pace keep
 microbatches. Tests compare both rules with whole simulations. If neither applies within MOST_TASKS tasks, the two
 longest steps are extrapolated linearly.
 
+Until the first stage begins the last microbatch of a shorter step, the whole step is the same. Then each stage has at
+least the seconds of the rest of its tasks ahead (`PipelinePhase.least_seconds`).
+
 The end of a step: sums of gradients after the pipeline, the optimizer, publishing. All ranks of a stage do the same, so
 one is simulated. A bucket is sent once its last task has passed the bucket's layers. Buckets are sent one after
 another, during the rest of that task. The optimizer begins after all sums and the norm; an offloaded optimizer without
@@ -252,10 +255,31 @@ class PipelinePhase:
             return _ticks(self.pieces(position, task_kind, 0).trades[at if forward else at - 1])
         return _ticks(self.latency(position, position + (1 if forward else -1)))
 
+    def least_seconds(self) -> float:
+        """Return a lower bound of the whole step's seconds from its beginning alone; 0 if the bound would save little:
+        under a fixed order, and for few microbatches."""
+        useful = self.is_long and self.pace is None and not self.rule.fixed
+        return self.least_from(self.beginning) if useful else 0.0
+
+    def least_from(self, shorter: Passes) -> float:
+        """Return a lower bound of the whole step's seconds from a shorter step, on devices of each stage's own."""
+        spans, least, after = shorter.timeline.spans, 0.0, 0.0
+        begun = [span for span in spans if (span.stage, span.chunk, span.name[0]) == (0, 0, TaskKind.FORWARD)]
+        now, more = begun[-1].start_seconds, self.count - len(begun)
+        left = [busy + more * sum(each) for busy, each in zip(shorter.busy, self.middle, strict=True)]
+        for span in spans:
+            left[span.stage] -= max(0.0, min(span.end_seconds, now) - span.start_seconds)
+        for stage, seconds in enumerate(left):
+            least = max(least, now + seconds + after)
+            # After a stage's last B the gradient still passes the stages ahead. W may be a stage's last task.
+            if not self.rule.splits:
+                after += self.cost(stage, TaskKind.BACKWARD, 0, place(self.count - 1, self.count)).seconds
+        return least
+
     @cached_property
-    def slowest(self) -> float:
-        """Seconds of a microbatch in the slowest stage; under GPipe the slowest F plus the slowest B."""
-        middle = [
+    def middle(self) -> list[list[float]]:
+        """By stage and kind, seconds of a microbatch other than the first and the last."""
+        return [
             [
                 sum(
                     self.cost(stage, task_kind, at, 1).seconds
@@ -266,7 +290,11 @@ class PipelinePhase:
             ]
             for stage in range(self.stages)
         ]
-        return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
+
+    @cached_property
+    def slowest(self) -> float:
+        """Seconds of a microbatch in the slowest stage; under GPipe the slowest F plus the slowest B."""
+        return sum(map(max, zip(*self.middle, strict=True))) if self.fills else max(map(sum, self.middle))
 
     def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
         """Extrapolate the whole step linearly from two shorter steps, at least at the slowest stage's pace."""
@@ -280,6 +308,8 @@ class PipelinePhase:
         if self.pace is None:
             # Two steps that are too short may have a pace below the slowest stage's.
             seconds = max(seconds, (self.count - some) * self.slowest)
+            if not self.rule.fixed:  # rounds of a fixed order may change with the number of microbatches
+                seconds = max(seconds, self.least_from(longer) - longer.seconds)
         delays = [seconds] * self.stages
         if self.fills:  # a stage with fast backward passes ends earlier, by a growing margin
             ends = zip(longer.last, shorter.last, strict=True)

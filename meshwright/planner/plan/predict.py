@@ -6,6 +6,7 @@ machine's, and recordings replace built stages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -165,9 +166,17 @@ class Planner:
         run = self.run(config)
         return max(run.memory(self.passes(run.phase_config, True)), key=lambda each: each.total)
 
-    def seconds(self, config: Config) -> float:
-        """Return a prediction's seconds, without its memory."""
-        return self._step(self.run(config)).seconds
+    def seconds(self, config: Config, cutoff: float = math.inf) -> float:
+        """Return a prediction's seconds, without its memory. From `cutoff` on, a lower bound may be returned."""
+        run = self.run(config)
+        if cutoff < math.inf and (least := self.least_passes(run.phase_config) + run.least_ending()) >= cutoff:
+            return least
+        return self._step(run).seconds
+
+    @remembered(*PHASE)
+    def least_passes(self, config: Config) -> float:
+        """Return PipelinePhase.least_seconds of a TimedRun's `phase_config`."""
+        return self._timed(config).phase.least_seconds()
 
     def run(self, config: Config) -> TimedRun:
         """Return the resolved run. The last run is cached."""

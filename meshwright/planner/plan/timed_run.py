@@ -10,7 +10,7 @@ from meshwright.config import Config
 from meshwright.config.layout import DataParallel
 from meshwright.config.schema import Offload
 from meshwright.config.section import with_field
-from meshwright.planner.plan.buckets import Buckets, PlannedBucket, memory_of
+from meshwright.planner.plan.buckets import Buckets, PlannedBucket, memory_of, streams
 from meshwright.planner.plan.compose import Composition, StagePlan
 from meshwright.planner.plan.memory import Memory
 from meshwright.planner.plan.passes import Passes, PipelinePhase, Sum, phase_of
@@ -197,6 +197,15 @@ class TimedRun(Composition):
             + self.network.collective(world, "all_reduce", 8)
             + self.network.collective(world, "all_gather", 1024)
         )
+
+    def least_ending(self) -> float:
+        """Return a lower bound of a step's seconds beside its pipeline phase: the norm and the optimizer (finish)."""
+        stages = []
+        for buckets in self.buckets.values():
+            sums = [self.sum(bucket, 0.0) for bucket in buckets if bucket.kind.rule.trained]
+            stages.append(sum(max(bucket.steps, bucket.lane) for bucket in sums))
+        # Streaming stages step while others compute; any stage may be the last.
+        return self.norm() + self.counting() + (min if streams(self.config) else max)(stages)
 
     def sums(self, stage: int, chunk: int, ends: Mapping[int, float]) -> list[Sum]:
         """Return the stage's buckets in the order of sending.

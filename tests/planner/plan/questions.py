@@ -58,7 +58,7 @@ class MadeUp:
         layout = layout.model_copy(update={"data": plain, "order": "auto" if what == "memory" else whole})
         return random.Random(f"{self.seed} {what} {said(layout)} {said(config.batch)}").random()
 
-    def seconds(self, config: Config) -> float:
+    def seconds(self, config: Config, cutoff: float = math.inf) -> float:
         again = {"none": 1.0, "selective": 1.1, "auto": 1.3}[str(config.memory.recompute)]
         sent = {"allreduce": 1.0, "zero1": 1.01, "zero2": 1.1, "zero3": 1.2}[config.layout.data.sync]
         return (1 + self.drawn(config, "seconds")) * again * sent

@@ -44,11 +44,16 @@ def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: in
     return PipelinePhase(rule, placement, count, costs, lambda start, end: hops[min(start, end)], None)
 
 
-def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
-    """Return the step derived from a shorter step, and the step simulated whole."""
+def both(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: int, unequal: float) -> tuple[Passes, Passes]:
+    """Return the step derived from a shorter step, and the step simulated whole; check the lower bounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "WHOLE_TASKS", 0)
-        return steps.whole, steps.simulated(steps.count)
+        steps = pipeline(rule, placement, count, seed, unequal)
+        whole = steps.simulated(count)
+        assert len(steps.beginning.timeline.spans) < len(whole.timeline.spans)
+        if not rule.fixed:
+            assert count * steps.slowest <= steps.least_seconds() <= whole.seconds * (1 + 1e-12)
+        return steps.whole, whole
 
 
 @given(
@@ -59,7 +64,7 @@ def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
 @example("message-driven", 5, 151, 7, 0.02)
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: int, seed: int, unequal: float) -> None:
-    one, whole = both(pipeline(RULES[name], ChunkPlacement(stages), count, seed, unequal))
+    one, whole = both(RULES[name], ChunkPlacement(stages), count, seed, unequal)
     exact = name in ("gpipe", "1f1b", "axonn", "few")  # other schedules may get the pace of the slowest stage
     assert one.seconds == pytest.approx(whole.seconds, rel=1e-12 if exact else 5e-3)
     if exact:
@@ -73,7 +78,7 @@ def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: i
 def test_a_long_step_of_several_chunks(rule: ScheduleRule, placement: ChunkPlacement, count: int) -> None:
     """Rounds of an interleaved step stay whole; a step that returns to a state has the whole simulation's end and
     memory."""
-    one, whole = both(pipeline(rule, placement, count, 3, 0.3))
+    one, whole = both(rule, placement, count, 3, 0.3)
     fixed = rule.fixed or rule.limit(0, 1, 1) == 4
     assert one.seconds == pytest.approx(whole.seconds, rel=1e-12 if fixed else 5e-3)
     if fixed:
