@@ -303,29 +303,33 @@ class Evaluator:
         """Return True, and count the cell, if bounds without a recording of the cut layer rule all layouts out: without
         recomputation by memory, with recomputation by seconds."""
         promising = cell.bounds.promising(cutoff)
-        left = [tail for tail in promising if not self._lacks_room(cell, tail, found, recorded=False)]
+        sizes = [(tail, cell.least_bytes(tail, recorded=False)) for tail in promising]
+        left = [tail for tail, size in sizes if not self._is_too_full(cell, size, found)]
         if not all(cell.is_slow_with_sums(tail, cutoff) for tail in left):
             return False
         most = (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
         found.unrecorded += [
-            (cell.bounds.seconds(tail, "cuts"), cell, tail)
-            for tail in promising
-            if tail not in left and cell.least_bytes(tail, recorded=False) <= most
+            (cell.bounds.seconds(tail, "cuts"), cell, tail) for tail, size in sizes if size <= most and tail not in left
         ]
         slow = len(left) > 0 or len(promising) < len(cell.bounds.tails[0])
         found.unfit += not slow
         found.count(cell.family.config, slow=slow)
         return True
 
-    def _lacks_room(self, cell: Cell, tail: Tail, found: SearchState, *, recorded: bool = True) -> bool:
-        """Return True if a lower bound of the memory does not fit, and this memory cannot change the answer: another
-        layout of the strategy lacks less, and this layout does not nearly fit or a faster one does. `recorded` False:
-        the cut layer has no recording, and find_nearly judges whether the layout nearly fits."""
-        size, known = cell.least_bytes(tail, recorded=recorded), found.closest.get(cell.family.strategy)
-        room = self.job.cluster.device.memory_bytes
-        if size <= room or known is None or not known.whole or size < known.memory.total:
+    def _is_too_full(self, cell: Cell, size: float, found: SearchState) -> bool:
+        """Return True if a lower bound of the bytes does not fit, and another layout of the strategy lacks less."""
+        if size <= self.job.cluster.device.memory_bytes:
             return False
-        nearly = size <= (1 + MAX_EXCESS_SHARE) * room and recorded
+        known = found.closest.get(cell.family.strategy)
+        return known is not None and known.whole and size >= known.memory.total
+
+    def _lacks_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:
+        """Return True if a lower bound of the memory does not fit, and this memory cannot change the answer: another
+        layout of the strategy lacks less, and this layout does not nearly fit or a faster one does."""
+        size = cell.least_bytes(tail)
+        if not self._is_too_full(cell, size, found):
+            return False
+        nearly = size <= (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes
         return not (nearly and cell.bounds.seconds(tail) < found.fastest_nearly)
 
     def _has_room(self, cell: Cell, tail: Tail, found: SearchState) -> bool:

@@ -12,9 +12,13 @@ equal layers and equal cuts share their bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from meshwright.compute.parameters.bucket import SlotSize, gradient_dtype
+from meshwright.compute.parameters.role import Role
 from meshwright.compute.tensor.section import Whole
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel
@@ -92,24 +96,27 @@ class LeastMemory:
         policy: Policy = load_entry(sync.policy)()
         settings, widens = config.optimizer, config.widens_gradients
 
-        def least(each: Parameter) -> LeastBytes:
-            rule, apart = settings.update.rule_of(each.spec.role), policy.apart
-            owned: float = each.num_elements
+        @cache
+        def of_element(role: Role, axes: tuple[str, ...], dtype: torch.dtype) -> LeastBytes:
+            rule, owned = settings.update.rule_of(role), 1.0
             if policy.owners == "each":
                 # Whole matrices are dealt in unequal shares.
-                ranks = mesh.comm(*(axis for axis in each.spec.sum_axes(mesh) if axis not in apart)).size
+                ranks = mesh.comm(*(axis for axis in axes if axis not in policy.apart)).size
                 owned *= 0.0 if rule.by == "matrices" else 1 / ranks
-            size = each.dtype.itemsize + min(0.0, self.buckets.low_weight)
+            size = dtype.itemsize + min(0.0, self.buckets.low_weight)
             # A float32 slice of the weights is the optimizer's master.
-            weights = (0.0 if self.buckets.casts else owned * size) if sync.gathers else each.num_elements * size
+            weights = (0.0 if self.buckets.casts else owned * size) if sync.gathers else size
             if not rule.trained:
                 return LeastBytes(weights)
-            gradient = gradient_dtype(each.dtype, widens).itemsize
-            moments = sum(moment_bytes(settings, SlotSize(1, each.dtype, rule)))
+            gradient = gradient_dtype(dtype, widens).itemsize
+            moments = sum(moment_bytes(settings, SlotSize(1, dtype, rule)))
             return LeastBytes(
-                weights + (owned if sync.slices else each.num_elements) * gradient,
-                owned * (master_bytes(settings, each.dtype) + moments),
+                weights + (owned if sync.slices else 1.0) * gradient, owned * (master_bytes(settings, dtype) + moments)
             )
+
+        def least(each: Parameter) -> LeastBytes:
+            per_element = of_element(each.spec.role, tuple(each.spec.sum_axes(mesh)), each.dtype)
+            return LeastBytes(each.num_elements * per_element.weights, each.num_elements * per_element.states)
 
         made = {}
         for position, parameters in self.parts.parameters(config).items():
