@@ -196,6 +196,7 @@ _GROUPED = "_grouped_mm"
 """The products of all experts by one kernel."""
 _FLAT = frozenset(["mm", "addmm", "addmm_", _GROUPED])
 """Products of linears, which run in FP8; attention's batched products do not."""
+BATCHED = frozenset(["bmm", "baddbmm"])
 _FUSED = frozenset([*get_args(ElementKind), "norm", "norm back"])
 _PRODUCTS = {
     "mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, _GROUPED: 0,

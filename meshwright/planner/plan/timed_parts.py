@@ -22,7 +22,7 @@ from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, DataParallel, PipelineSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import HeldStage, Parameter
-from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
+from meshwright.planner.plan.recorder import BATCHED, SOFTMAXES, Kernel, Program, between, interpolated_program
 from meshwright.planner.plan.recordings import Recording, bytes_of
 from meshwright.planner.plan.remembered import PARTS, remembered
 from meshwright.ranks.mailbox import AHEAD
@@ -172,9 +172,10 @@ class TimedParts:
     def untimed(self, config: Config) -> Lazily[EstimatedPart]:
         """Return the parts without seconds, equal in every order of axes."""
         smallest, micro = smallest_micro(config), config.micro
-        # Recorded at the microbatch's own size for two reasons. Tensor sections that choose by size send other tensors
-        # at other sizes. One sample is copied less often than several: a gather along the sequence is in order.
-        as_is = config.layout.tensor.by_size or micro == smallest
+        # Recorded at the microbatch's own size for three reasons. Tensor sections that choose by size send other
+        # tensors at other sizes. One sample is copied less often than several: a gather along the sequence is in order.
+        # Each of the two sizes needs no other recording.
+        as_is = config.layout.tensor.by_size or micro // smallest in (1, *_SIZES)
         sizes = (micro,) * 2 if as_is else tuple(size * smallest for size in _SIZES)
         share = 0.0 if as_is else (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
         chunks, parameters = self.distinct(config), self.parameters(config)
@@ -235,18 +236,19 @@ class TimedParts:
         kept_bytes, still = (_kept(recording) for recording in self._with_attention_again(config, position))
         return still / kept_bytes
 
-    @remembered(*PARTS, "micro", "memory.recompute")
+    @remembered(*PARTS, "micro")
     def attention_again(self, config: Config, links: Links, position: int) -> float:
-        """Return the seconds that recomputed attention adds to a layer's backward pass. `position`: of the first equal
-        layer."""
+        """Return the seconds of a layer's attention kernels forward, which a backward pass repeats if attention is
+        recomputed. `position`: of the first equal layer."""
         timer = self.planner.site.timer(links.world_size, config.precision.tf32)
-        once, twice = (
-            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
-            for recording in self._with_attention_again(config, position)
+        # Experts may multiply by batched products, too.
+        steps = SOFTMAXES if config.model.routing.num_experts else BATCHED | SOFTMAXES
+        return sum(
+            share * event.times * timer.kernel_seconds(event)
+            for share, program in self.untimed(config)[position].programs[TaskKind.FORWARD][-1]
+            for event in program.events
+            if isinstance(event, Kernel) and (event.kind == "attention" or event.operation in steps)
         )
-        # In proportion to samples: attention's seconds grow at least linearly, except for kernel launches.
-        share = config.micro / (_SIZES[0] * smallest_micro(config))
-        return max(0.0, twice - once) * share
 
     def _with_attention_again(self, config: Config, position: int) -> tuple[Recording, Recording]:
         """Return recordings of a layer for a small microbatch: (without, with) recomputed attention."""
@@ -351,6 +353,12 @@ class HeldActivations:
         stages = {0, placement.stage_of[partition.index(max(partition))], sizes.index(max(sizes)), *deferring}
         if placement.num_chunks == 1:
             stages.add(placement.last_stage)
+        if len(self.parts.layers(config)) > 1:
+            # Layers of several kinds: any stage may be the fullest, and of equal stages the first.
+            firsts: dict[tuple[StageShape, ...], int] = {}
+            for stage, positions in enumerate(placement.positions):
+                firsts.setdefault(tuple(shapes[at] for at in positions), stage)
+            stages.update(firsts.values())
         for stage in stages:
             positions = placement.positions[stage]
             works = [[(parts[layer], times) for layer, times in shapes[position]] for position in positions]

@@ -408,6 +408,21 @@ def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count:
     assert median(shares.values()) >= 0.9, shares
 
 
+def test_a_middle_stage_may_hold_the_most_activations() -> None:
+    """Rows of experts are not cut by tensor parallelism, as dense layers are. DeepSeek-V3's second stage holds more
+    than the first, which has as many parameters."""
+    words = (
+        *DRAWN["attention in latents, experts"], "precision={level: O2, dtype: fp16}", "batch={global: 1024, micro: 1}",
+        "layout.tensor={kind: megatron, size: 8, sequence_parallel: true}", "layout.data={size: 16, expert: 16}",
+        "layout.pipeline={size: 16, schedule: 1f1b}",
+    )  # fmt: skip
+    config, models = parse_config({}, words), Estimates(Planner(with_room(10**15)))
+    predicted = models.planner.predict(config).memory
+    assert predicted[1].activations > 1.2 * predicted[0].activations
+    share = models.estimated_memory(config).activations / predicted[1].activations
+    assert 0.9 <= share <= 1
+
+
 def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
     """Attention in a fused kernel is little next to a layer's other memory and is not recomputed; attention in steps
     may be."""
