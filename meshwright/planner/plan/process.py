@@ -40,7 +40,7 @@ from meshwright.planner.plan.allocator import Allocator, CachingAllocator, Heap,
 from meshwright.planner.plan.buckets import held_of, slots_of, widened_together
 from meshwright.planner.plan.memory import Footprint, Memory
 from meshwright.planner.plan.passes import tasks_of_stages
-from meshwright.planner.plan.recorder import MemoryEvents, Start, place
+from meshwright.planner.plan.recorder import DISTINCT, MemoryEvents, Start, place
 from meshwright.planner.plan.recordings import Recording, bytes_of
 from meshwright.planner.plan.software import Software
 from meshwright.ranks.grid import PIPE
@@ -297,8 +297,10 @@ def held_by_processes(
     # Tensors alone do not fit, so the cache does not matter.
     if memory[fullest].allocated > room:
         return tuple(memory)
-    # Enough microbatches to fill the stages: 1F1B holds no more later, GPipe more in proportion.
-    some = min(run.config.num_microbatches, run.placement.num_positions + 3)
+    # Enough microbatches to fill the stages: 1F1B holds no more later, GPipe more in proportion. One stage runs the
+    # first, the last, and one for all between, which leave the same free blocks.
+    positions = run.placement.num_positions
+    some = min(run.config.num_microbatches, DISTINCT if positions == 1 else positions + 3)
     tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
     replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
     try:

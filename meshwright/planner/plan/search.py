@@ -44,6 +44,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
@@ -66,7 +67,7 @@ from meshwright.planner.plan.evaluator import (
 )
 from meshwright.planner.plan.memory import Memory, bytes_text, lacks_host, missing, verdict
 from meshwright.planner.plan.predict import Planner, Prediction
-from meshwright.planner.plan.seeds import seeds_of
+from meshwright.planner.plan.seeds import GUESSES, first_guesses, seeds_of
 from meshwright.planner.plan.software import Program
 from meshwright.planner.plan.space import SearchJob, as_messages, families, own_layout
 from meshwright.ranks.errors import ConfigError, Problem
@@ -264,11 +265,12 @@ class _Search:
     """A running search.
 
     `queue`: layouts to predict, in the order of estimated seconds; the first `passed` are done. `best`: the fastest
-    predictions that fit. `tight`: the fastest that fit, but only tightly. `known`: all predictions. `fastest`: one by
-    strategy, a fitting layout before a tight one. `fitting`: estimated seconds of layouts that fit. `dominated`:
-    layouts that fit, but save memory that a layout in `fitting` does not need to save. `behind`: layouts at or above
-    the cutoff, and with a tight estimate. `too_full`: predicted memory of layouts that do not fit in any order
-    of axes, by the layout in the usual order. `evaluated`: ids of the evaluated families.
+    predictions that fit; `guessed`: among these, by rule of thumb. `tight`: the fastest that fit, but only tightly.
+    `known`: all predictions. `fastest`: one by strategy, a fitting layout before a tight one. `fitting`: estimated
+    seconds of layouts that fit. `dominated`: layouts that fit, but save memory that a layout in `fitting` does not
+    need to save. `behind`: layouts at or above the cutoff, and with a tight estimate. `too_full`: predicted memory of
+    layouts that do not fit in any order of axes, by the layout in the usual order. `evaluated`: ids of the evaluated
+    families.
     """
 
     def __init__(
@@ -285,6 +287,7 @@ class _Search:
         self.strategies: list[str] = []
         self.evaluated: set[int] = set()
         self.best: list[Prediction] = []
+        self.guessed: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
         self.queue: list[Queued] = []
@@ -307,16 +310,21 @@ class _Search:
         return 1 - len(self.evaluated) / max(1, len(self.families))
 
     def predict_own(self) -> None:
-        """List the families of layouts, and predict the run's own layout."""
+        """Predict the run's own layout, then a layout by rule of thumb if the own one does not fit; list the families
+        of layouts."""
+        written = own_layout(self.evaluator.job)
+        # Predicted regardless of the estimate, so that the user can compare.
+        first = [] if written is None or written.layout.data.strategy.unplanned else [written]
+        for config in chain(first, islice(first_guesses(self.evaluator.judge), GUESSES)):
+            if self.evaluator.keep(config.layout):
+                self.found.count(config)
+                self._predict(config)
+            if self.best:
+                break
+        self.guessed = [prediction for prediction in self.best if prediction.config != written]
         every = families(self.evaluator.job, self.found.refused)
         self.families = [family for family in every if self.evaluator.keep(family.layout)]
         self.strategies = list(dict.fromkeys(map(strategy_of, self.families)))
-        config = own_layout(self.evaluator.job)
-        # Predicted regardless of the estimate, so that the user can compare.
-        if config is None or config.layout.data.strategy.unplanned or not self.evaluator.keep(config.layout):
-            return
-        self.found.count(config)
-        self._predict(config)
 
     def run(self) -> None:
         """Predict the fastest layouts, and one layout of each strategy."""
@@ -326,8 +334,9 @@ class _Search:
             if not is_seeded and round_of(group[0].layout) > WHOLE:
                 is_seeded = True
                 # If the fastest layout recomputes nothing, a pipeline saves communication alone: no seeds.
-                if not self.best or self.best[0].config.memory.policy.recomputes:
-                    limit = MUCH_FASTER * self.best[0].seconds if self.best else math.inf
+                best = next((each for each in self.best if each not in self.guessed), None)
+                if best is None or best.config.memory.policy.recomputes:
+                    limit = MUCH_FASTER * best.seconds if best else math.inf
                     self._gather(seeds_of(self.evaluator.judge, self.families, limit))
                     self._predict_fastest(VAIN, last=False)
             self._gather(group)

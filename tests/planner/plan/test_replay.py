@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
+from meshwright.config.section import with_field
 from meshwright.planner.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock
 from meshwright.planner.plan.memory import Footprint
 from meshwright.planner.plan.passes import tasks_of_stages
@@ -15,6 +16,7 @@ from meshwright.planner.plan.process import StageReplay
 from meshwright.planner.plan.software import OWN_SOFTWARE
 from meshwright.planner.plan.timed_run import TimedRun
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.strategies.memory.section import FIELD as RECOMPUTE
 from tests.oracle.pipeline import LOOP, V, pipelined
 from tests.planner.plan.counted import CPU, CUT, FLAT, HALVES, MEGATRON, OFFLOADED, WHOLE, summa, synced
 
@@ -55,6 +57,20 @@ def test_replay_holds_what_is_predicted(name: str) -> None:
 def test_a_longer_step_holds_no_more(make: Any) -> None:
     few, many = (held(pipelined("gpt2", 2, "1f1b", WHOLE, batch={"global": 4 * n, "micro": 4}), make) for n in (6, 24))
     assert few[1] == many[1]
+
+
+@pytest.mark.parametrize("make", [CachingAllocator, Heap])
+@pytest.mark.parametrize("setting", ["none", "auto"])
+def test_three_microbatches_of_one_stage_hold_as_many_bytes_as_more(make: Any, setting: str) -> None:
+    """The first, the last, and one for all between (process.held_by_processes)."""
+    config = with_field(pipelined("gpt2", 1, "1f1b", WHOLE, batch={"global": 32, "micro": 4}), RECOMPUTE, setting)
+    planner = Planner(CPU)
+    run = planner.run(config)
+    footprints = []
+    for some in (3, 4, 8):
+        [tasks] = tasks_of_stages(run.config, run.cost, run.latency, some)
+        footprints.append(StageReplay(run, 0, AHEAD["cpu"], make(), OWN_SOFTWARE).run(tasks, some))
+    assert footprints[0] == footprints[1] == footprints[2]
 
 
 def held(config: Config, make: Any) -> tuple[Prediction, list[Footprint]]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 import meshwright.planner.plan.search as search_module
 from meshwright.config import Config, parse_config
+from meshwright.config.section import field_of
 from meshwright.planner.plan.cells import Judge
 from meshwright.planner.plan.estimate import Estimates
 from meshwright.planner.plan.memory import Memory, verdict
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.search import search
-from meshwright.planner.plan.seeds import MOST_SEEDS, SEEDS, seeds_of
+from meshwright.planner.plan.seeds import MOST_SEEDS, SEEDS, first_guesses, seeds_of
 from meshwright.planner.plan.space import SearchJob, families, ranks_of_layer
 from tests.planner.plan.clusters import NODES, with_room
 from tests.planner.plan.questions import TREE, MadeUp, made_up, memory_of
@@ -42,6 +43,57 @@ def test_seeds_are_pipelines_on_the_ranks_of_two_nodes() -> None:
         assert ranks_of_layer(seed.layout) <= 2 * NODES.devices_per_node
         assert not seed.layout.data.strategy.slices
         assert seed.memory.offload.to == "none"
+
+
+def test_a_guess_cuts_layers_over_a_node_and_fits() -> None:
+    """By rule of thumb: tokens and widths over a node's ranks, as few stages as have room, replicas on the rest."""
+    judge, _ = judged(80 * 10**9, 64)
+    guess = next(first_guesses(judge))
+    layout, sizes = guess.layout, []
+    assert (layout.tensor.kind, layout.tensor.size) == ("megatron", NODES.devices_per_node)
+    assert layout.tensor.sequence_parallel
+    assert layout.data.sync == "zero1"
+    assert guess.memory.offload.to == "none"
+    assert judge.models.planner.predict(guess).fits
+    for room in (80, 60, 30):
+        guesses = [*first_guesses(judged(room * 10**9, 64)[0])]
+        sizes.append(guesses[0].layout.pipeline.size)
+        again = [each.memory.policy.recomputes for each in guesses]
+        assert again == sorted(again), "layouts that recompute nothing are first"
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        ("layout.tensor", "layout.tensor=none"),
+        ("layout.tensor.kind", "layout.tensor={kind: tesseract, q: 2, d: 1}"),
+        ("layout.data.sync", "layout.data.sync=allreduce"),
+    ],
+)
+def test_a_guess_keeps_fixed_fields(name: str, word: str) -> None:
+    run = parse_config({}, ("model=llama-3.1-8b", "data.sequence=8192", "batch.global=64", HALF, word))
+    job = SearchJob(run, with_room(80 * 10**9), 16, frozenset({name}))
+    guesses = [*first_guesses(Judge(job, Estimates(Planner(job.cluster))))]
+    assert guesses
+    assert {field_of(guess, name) for guess in guesses} == {field_of(run, name)}
+
+
+def test_a_search_knows_a_guess_before_it_lists_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that fits is known, also if the run's own does not fit; a stopped search answers with this layout."""
+
+    def stopped(job: SearchJob, refused: object) -> Iterator[Config]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(search_module, "families", stopped)
+    words = ("model=llama-3.1-8b", "data.sequence=8192", "batch.global=64", HALF)
+    run, cluster = parse_config({}, words), with_room(80 * 10**9)
+    found = search(run, cluster, 16, partial=True)
+    assert found.stopped
+    assert [each.config.layout.tensor.kind for each in found.predictions] == ["megatron"]
+    assert verdict(found.predictions[0].fullest, cluster) == "fits"
 
 
 def test_no_seed_is_without_room_or_as_slow_as_the_cutoff() -> None:
