@@ -6,10 +6,11 @@
 | fused-softmax | Q Kᵀ, one kernel that scales, masks and takes the softmax, dropout, the product with V, in the    |
 |               | run's dtype: Megatron-LM's kernels (Narayanan et al., SC 2021, section 4.2)                       |
 | steps         | as fused-softmax, with separate kernels for scaling, masking and softmax                          |
+| wide-steps    | as steps, on scores in float32 (Megatron-LM's --attention-softmax-in-fp32 without fused kernels)  |
 | torch         | the steps of F.scaled_dot_product_attention without a fused kernel, in float32 for half precision |
 
 All rows but `fused` compute every score of a causal attention. With dropout in half precision these rows keep 5 bytes
-of each score: the softmax, the mask of the dropout, the dropout's product.
+of each score: the softmax, the mask of the dropout, the dropout's product; wide-steps keeps 7.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from meshwright.compute.context.kernels import Kernel, kernel_of
 from meshwright.compute.context.widened import attend_widened
 from meshwright.compute.tensor.gelu import gelu
 
-Attention = Literal["fused", "fused-softmax", "steps", "torch"]
+Attention = Literal["fused", "fused-softmax", "steps", "wide-steps", "torch"]
 
 LOWERED = frozenset([
     "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "conv1d",
@@ -169,8 +170,7 @@ class AsOnDevice(TorchFunctionMode):
         if self.attention != "fused":
             masked = attn_mask is not None or is_causal
             return _attend_in_steps(
-                query, key, value, attn_mask, dropout_p, masked,
-                apart=self.attention == "steps", on_gpu=self.device_type == "cuda",
+                query, key, value, attn_mask, dropout_p, masked, self.attention, on_gpu=self.device_type == "cuda",
             )  # fmt: skip
         if self.copies_values and key.stride()[:-1] != value.stride()[:-1]:
             value = value.transpose(1, 2).contiguous().transpose(1, 2)
@@ -199,14 +199,16 @@ class AsOnDevice(TorchFunctionMode):
 
 
 def _attend_in_steps(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, masked: bool, *, apart: bool,
-    on_gpu: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, masked: bool, attention: Attention,
+    *, on_gpu: bool,
 ) -> Tensor:  # fmt: skip
     """Attend with scores and probabilities [B·A, T, S] in the queries' dtype; the first product applies the scale.
-    `apart`: scaling and masking are separate kernels."""
+    `attention`: a row of the module's table with separate products."""
     heads = query.shape[:2]
     scores = torch.bmm(_HeadsInRow.apply(query), _HeadsInRow.apply(key).mT).unflatten(0, heads)
-    if apart:
+    if attention == "wide-steps":
+        scores = scores.float()
+    if attention in ("steps", "wide-steps"):
         # Any factor: only the kernel is counted, since meta tensors have no numbers.
         scores = scores * 1.0
         if masked:
@@ -214,7 +216,7 @@ def _attend_in_steps(
             scores = scores.masked_fill(hidden, -math.inf)
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask
-    probabilities = torch.softmax(scores, -1)
+    probabilities = torch.softmax(scores, -1).to(query.dtype)
     if dropout:
         probabilities = _dropout(probabilities, dropout, on_gpu=on_gpu)
     return torch.bmm(probabilities.flatten(0, 1), _HeadsInRow.apply(value)).unflatten(0, heads)

@@ -703,7 +703,9 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
     facts = []
     local = given.get("transformer-impl", "transformer_engine") == "local"
     if local or given.get("attention-backend", "auto") in ("unfused", "local"):
-        facts.append("attention=fused-softmax")
+        wide = given.on("attention-softmax-in-fp32") or given.on("apply-query-key-layer-scaling")
+        apart = "wide-steps" if wide else "steps"
+        facts.append(f"attention={apart if given.on('no-masked-softmax-fusion') else 'fused-softmax'}")
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
     if "fp4" in recipe or (bridge and not re.search("bf16|fp16|fp8", recipe)):
         given.leave("mixed-precision")

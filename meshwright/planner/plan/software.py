@@ -106,6 +106,8 @@ class Software(Section):
     """Workspaces of products that torch counts as allocated: before Hopper, and from Hopper on."""
     streams_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """Workspaces of the additional streams that multiply a model's experts."""
+    layers_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
+    """Workspaces of products that run beside the messages between a layer's tensor ranks."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
     builds: Literal["whole", "parts"] = "whole"
@@ -216,11 +218,13 @@ class Software(Section):
         """Return the software on a kind of device, with attention decided and workspaces added to the buffers."""
         attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
         late = device.capability is not None and device.capability >= HOPPER
-        workspaces, streams = self.workspaces_bytes[late], self.streams_bytes[late]
-        if device.kind != "cuda":
-            workspaces = streams = 0
+        on_gpu = device.kind == "cuda"
+        workspaces, streams, layers = (
+            each[late] * on_gpu for each in (self.workspaces_bytes, self.streams_bytes, self.layers_bytes)
+        )
         buffers = {"buffers_bytes": self.buffers_bytes + workspaces, "workspaces_bytes": (0, 0)}
-        return self.model_copy(update={"attention": attention, "streams_bytes": (streams, streams), **buffers})
+        some = {"streams_bytes": (streams, streams), "layers_bytes": (layers, layers)}
+        return self.model_copy(update={"attention": attention, **some, **buffers})
 
     def unpredicted_share(self, config: Config) -> float | None:
         """Return the share of a layout's strategy: the first used of experts, stages, context, tensor; else data."""
@@ -234,7 +238,9 @@ class Software(Section):
 
     def beside_bytes(self, config: Config) -> int:
         """Return the bytes of a process's permanent buffers and workspaces, for a software on a device."""
-        return self.buffers_bytes + (self.streams_bytes[0] if config.model.routing.num_experts else 0)
+        streams = self.streams_bytes[0] if config.model.routing.num_experts else 0
+        overlaps = "layers" in self.overlapped and dict(config.layout.axes).get("tensor", 1) > 1
+        return self.buffers_bytes + streams + (self.layers_bytes[0] if overlaps else 0)
 
 
 HOPPER = (9, 0)

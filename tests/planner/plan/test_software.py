@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.compute.models.experts_section import ExpertsSection
+from meshwright.compute.tensor.section import Megatron
 from meshwright.config import Config, parse_config
 from meshwright.config.layout import DataParallel
 from meshwright.config.section import with_field
@@ -24,6 +25,7 @@ from meshwright.planner.plan.software import (
     load_program,
 )
 from meshwright.ranks.errors import ConfigError
+from meshwright.training.on_device import Attention
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 from tests.planner.plan.clusters import NODES
 
@@ -293,6 +295,32 @@ def test_workspaces_of_products_hang_on_the_gpus_generation() -> None:
         own, more = (Planner(GPUS, software).predict(config).memory[0] for software in (Software(), streams))
         assert more.allocated - own.allocated == size
         assert more.reserved - own.reserved == pytest.approx(size, rel=0.01)
+
+
+def test_products_beside_messages_have_a_workspace() -> None:
+    """Only among ranks that cut a layer, and only if the software's communication in layers overlaps."""
+    cut = with_field(llama(), "layout.tensor", Megatron(kind="megatron", size=2))
+    for config, overlapped, size in ((llama(), EVERY, 0), (cut, EVERY, 10**9), (cut, EVERY - {"layers"}, 0)):
+        plain, more = (
+            Planner(GPUS, Software(overlapped=overlapped, layers_bytes=sizes)).predict(config).memory[0]
+            for sizes in ((0, 0), (10**9, 3 * 10**9))
+        )
+        assert more.allocated - plain.allocated == size
+
+
+@pytest.mark.parametrize("attention, size", [("fused-softmax", 5), ("steps", 5), ("wide-steps", 7)])
+def test_attention_in_steps_keeps_bytes_of_each_score(attention: Attention, size: int) -> None:
+    """With dropout in half precision: the softmax in the scores' dtype, a mask of bytes, the dropout's product. Masks
+    of scores are views of one element here."""
+    query, key, value = (
+        torch.empty(2, 4, 64, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    recorder = Software().recorder()
+    with Software(attention=attention).on_device("cuda"), recorder:
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+    scores, operands = 2 * 4 * 64 * 64, 2 * value.numel()
+    assert attended.shape == query.shape
+    assert scores * size <= recorder.live <= scores * size + 2 * operands
 
 
 @pytest.mark.parametrize("grouped", [True, False])
