@@ -701,11 +701,14 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
     """Return the software's facts that the arguments change: attention, FP8, results that are computed again, layers in
     host memory, communication under computation."""
     facts = []
-    local = given.get("transformer-impl", "transformer_engine") == "local"
-    if local or given.get("attention-backend", "auto") in ("unfused", "local"):
+    backend = given.get("attention-backend", "auto")
+    if given.get("transformer-impl", "transformer_engine") == "local" or backend == "local":
+        # Transformer Engine's own attention does not read these flags.
         wide = given.on("attention-softmax-in-fp32") or given.on("apply-query-key-layer-scaling")
         apart = "wide-steps" if wide else "steps"
         facts.append(f"attention={apart if given.on('no-masked-softmax-fusion') else 'fused-softmax'}")
+    elif backend == "unfused":
+        facts.append("attention=fused-softmax")
     recipe = f"{given.get('mixed-precision', '')} {given.get('fp8-recipe', '')}".lower()
     if "fp4" in recipe or (bridge and not re.search("bf16|fp16|fp8", recipe)):
         given.leave("mixed-precision")

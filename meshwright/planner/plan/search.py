@@ -16,7 +16,8 @@
 | the memory of its tensors | the same recordings, the first microbatches simulated       | memory is exceeded   |
 | its memory                | allocations, replayed (process.py)                          | memory is exceeded   |
 
-The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): layers on a
+The run file's own layout is predicted first, if it is legal. If it does not fit, a layout by rule of thumb is
+predicted (seeds.first_guesses). Layouts follow in rounds (evaluator.round_of): layers on a
 node's ranks before layers on more; one stage before several; whole layers, then layers cut inside or along the sequence
 over more and more ranks, then both cuts. After whole layers a few pipelines (seeds.py) are evaluated, so that the next
 rounds begin with a low cutoff. Layouts with a tight estimate are predicted after the rounds.

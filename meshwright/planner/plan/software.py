@@ -107,7 +107,7 @@ class Software(Section):
     streams_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """Workspaces of the additional streams that multiply a model's experts."""
     layers_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
-    """Workspaces of products that run beside the messages between a layer's tensor ranks."""
+    """Workspaces of products that run beside the messages between a layer's tensor ranks, cut by sequence."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
     builds: Literal["whole", "parts"] = "whole"
@@ -239,7 +239,9 @@ class Software(Section):
     def beside_bytes(self, config: Config) -> int:
         """Return the bytes of a process's permanent buffers and workspaces, for a software on a device."""
         streams = self.streams_bytes[0] if config.model.routing.num_experts else 0
-        overlaps = "layers" in self.overlapped and dict(config.layout.axes).get("tensor", 1) > 1
+        # Such products need activations that are cut by sequence.
+        cut = dict(config.layout.axes).get("tensor", 1) > 1 and "tensor" in config.layout.tensor.token_axes
+        overlaps = "layers" in self.overlapped and cut
         return self.buffers_bytes + streams + (self.layers_bytes[0] if overlaps else 0)
 
 

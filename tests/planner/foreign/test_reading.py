@@ -842,8 +842,16 @@ def test_the_attention_of_a_job_is_read(tmp_path: Path) -> None:
         ("--decoder-last-pipeline-num-layers 2 --transformer-impl local", ("attention=fused-softmax", "overlapped=[]")),
         ("--num-layers 16 --transformer-impl local --no-masked-softmax-fusion", ("attention=steps", "overlapped=[]")),
         (
-            "--num-layers 16 --attention-backend unfused --no-masked-softmax-fusion --apply-query-key-layer-scaling",
+            "--num-layers 16 --transformer-impl local --no-masked-softmax-fusion --apply-query-key-layer-scaling",
             ("attention=wide-steps", "overlapped=[]"),
+        ),
+        (
+            "--num-layers 16 --attention-backend local --no-masked-softmax-fusion --attention-softmax-in-fp32",
+            ("attention=wide-steps", "overlapped=[]"),
+        ),
+        (
+            "--num-layers 16 --attention-backend unfused --no-masked-softmax-fusion --attention-softmax-in-fp32",
+            ("attention=fused-softmax", "overlapped=[]"),
         ),
         ("--num-layers 16 --attention-softmax-in-fp32 --no-masked-softmax-fusion", ("overlapped=[]",)),
     ):

@@ -24,6 +24,7 @@ LOOP, V = ChunkPlacement(4, 2), ChunkPlacement(4, 2, "v")
 CHUNKED = [
     (ONE_F_ONE_B, LOOP, 149), (ONE_F_ONE_B, LOOP, 150), (ONE_F_ONE_B, ChunkPlacement(3, 3), 148),
     (MESSAGE_DRIVEN, V, 150), (MESSAGE_DRIVEN.limited(4), V, 150), (MESSAGE_DRIVEN.limited(8), LOOP, 149),
+    (MESSAGE_DRIVEN.limited(8), V, 150),  # ZB-V's order of F and B
 ]  # fmt: skip
 
 

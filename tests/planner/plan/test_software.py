@@ -298,9 +298,13 @@ def test_workspaces_of_products_hang_on_the_gpus_generation() -> None:
 
 
 def test_products_beside_messages_have_a_workspace() -> None:
-    """Only among ranks that cut a layer, and only if the software's communication in layers overlaps."""
-    cut = with_field(llama(), "layout.tensor", Megatron(kind="megatron", size=2))
-    for config, overlapped, size in ((llama(), EVERY, 0), (cut, EVERY, 10**9), (cut, EVERY - {"layers"}, 0)):
+    """Only among ranks that cut a layer by sequence, and only if the software's communication in layers overlaps."""
+    whole, cut = (
+        with_field(llama(), "layout.tensor", Megatron(kind="megatron", size=2, sequence_parallel=by_sequence))
+        for by_sequence in (False, True)
+    )
+    under = EVERY - {"layers"}
+    for config, overlapped, size in ((llama(), EVERY, 0), (whole, EVERY, 0), (cut, EVERY, 10**9), (cut, under, 0)):
         plain, more = (
             Planner(GPUS, Software(overlapped=overlapped, layers_bytes=sizes)).predict(config).memory[0]
             for sizes in ((0, 0), (10**9, 3 * 10**9))
