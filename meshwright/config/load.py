@@ -164,9 +164,10 @@ def parse_run(
     return _parse(tree, list(overrides), laid_over, undecided, unread)
 
 
-def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """Check a tree of plain values from a program, such as the full dump of a config, with overrides on top."""
-    return _parse(tree, list(overrides), None)
+def parse_config(tree: dict[str, Any], overrides: Iterable[str] = (), *, unread: Collection[str] = ()) -> Config:
+    """Check a tree of plain values from a program, such as the full dump of a config, with overrides on top. `unread`
+    as in parse_run."""
+    return _parse(tree, list(overrides), None, unread=unread)
 
 
 def _parse(

@@ -17,6 +17,7 @@ from meshwright.planner.foreign.job import (
     model_of,
     run_of,
     schedule_of,
+    stored_in_bf16,
 )
 from meshwright.ranks.errors import ConfigError
 
@@ -139,10 +140,7 @@ def in_bf16(account: Account) -> Tree:
     if fused and account.flag("optimizer.master_weights"):
         return {}
     states = account.word("optimizer.exp_avg_dtype", known=DTYPES, default="float32") if fused else "bf16"
-    return {
-        "optimizer": {"name": "adamw", "masters": "bf16", "states": states},
-        "precision": {"level": "O2", "dtype": "bf16", "accumulate": "stored"},
-    }
+    return stored_in_bf16(states)
 
 
 def number(account: Account, name: str, default: int = 1) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.planner.foreign import trainer, zero
 from meshwright.planner.foreign.account import Account
-from meshwright.planner.foreign.job import FUSED, Asked, Degrees, ForeignJob, model_of, run_of
+from meshwright.planner.foreign.job import FUSED, Asked, Degrees, ForeignJob, model_of, run_of, stored_in_bf16
 from meshwright.ranks.errors import ConfigError
 
 HARMLESS = """
@@ -74,20 +74,24 @@ def read_accelerate(
     again = account.flag("fsdp_config.fsdp_activation_checkpointing") or line.flag("gradient_checkpointing")
     again = again or (line.says("finetuning_type") and trainer.recomputed(line) == 1)
     half = trainer.half_of(line)
+    precision = precision_of(account) if account.says("mixed_precision") or half is None else half
     run = run_of(
         asked, account, fsdp_degrees(account, asked.devices, sharded=sharded),
         model=model_of(asked, account, line.get(*trainer.NAMES), path), sequence=trainer.length_of(line),
         micro=micro, global_=asked.batch, recompute=1 if again else "none",
         accumulation=account.number("gradient_accumulation_steps", default=line.number("gradient_accumulation_steps")),
-        precision=precision_of(account) if account.says("mixed_precision") or half is None else half, path=path,
+        precision=precision, path=path,
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none", tf32=line.flag("tf32"),
     )  # fmt: skip
-    facts = compiled(account)
+    stored = trainer.weights_of(line, precision, sharded=sharded)
+    facts = (*compiled(account), *trainer.of_liger(line))
     account.merge(line, "--")
-    return ForeignJob("fsdp", run, account, facts, "accelerate")
+    return ForeignJob("fsdp", run | stored, account, facts, "accelerate")
 
 
-def read_trainer(path: Path, asked: Asked, fields: Mapping[str, Any], prefix: str = "") -> ForeignJob:
+def read_trainer(
+    path: Path, asked: Asked, fields: Mapping[str, Any], prefix: str = "", *, trl: bool = False
+) -> ForeignJob:
     """Read the job of the Trainer's arguments without a file of Accelerate: FSDP, DeepSpeed or replicas.
 
     Args:
@@ -95,6 +99,7 @@ def read_trainer(path: Path, asked: Asked, fields: Mapping[str, Any], prefix: st
         asked: The options.
         fields: Flags of a line, or fields of LLaMA-Factory's or TRL's YAML.
         prefix: Text before a field's name in the account, beside fields of DeepSpeed: `--` of a flag.
+        trl: True if TRL's defaults replace the Trainer's.
 
     Raises:
         ConfigError: The job trains adapters, or has too few fields.
@@ -103,7 +108,7 @@ def read_trainer(path: Path, asked: Asked, fields: Mapping[str, Any], prefix: st
     if named is not None:
         given = {name: value for name, value in fields.items() if name not in NAMED_JSON}
         inner = named if isinstance(named, Mapping) else zero.json_beside(path, str(named))
-        return read_deepspeed(path, asked, inner, Account({}), trainer.arguments_of(given), prefix)
+        return read_deepspeed(path, asked, inner, Account({}), trainer.arguments_of(given), prefix, trl=trl)
     if isinstance(written := fields.get("fsdp_config"), str):
         fields = {**fields, "fsdp_config": zero.json_beside(path, written)}
     account = trainer.arguments_of(fields)
@@ -114,15 +119,18 @@ def read_trainer(path: Path, asked: Asked, fields: Mapping[str, Any], prefix: st
     sharded = sharded or account.says("fsdp_config.fsdp_sharding_strategy")
     host = bool({*words} & {"offload"}) or account.flag("fsdp_config.fsdp_offload_params")
     again = account.flag("fsdp_config.fsdp_activation_checkpointing")
+    precision = trainer.half_of(account, trl=trl) or "float32"
     run = run_of(
         asked, account, fsdp_degrees(account, asked.devices, sharded=sharded, strategy=strategy),
-        model=model_of(asked, account, account.get(*trainer.NAMES), path), sequence=trainer.length_of(account),
+        model=model_of(asked, account, account.get(*trainer.NAMES), path), sequence=trainer.length_of(account, trl=trl),
         micro=account.number("per_device_train_batch_size", default=8, why="the Trainer's default"),
         global_=asked.batch, accumulation=account.number("gradient_accumulation_steps"),
-        recompute=1 if again else trainer.recomputed(account), precision=trainer.half_of(account) or "float32",
+        recompute=1 if again else trainer.recomputed(account, trl=trl), precision=precision,
         path=path, offload="host" if host else "none",
     )  # fmt: skip
-    return ForeignJob("fsdp", run, account, compiled(account), "accelerate")
+    stored = trainer.weights_of(account, precision, sharded=sharded)
+    facts = (*compiled(account), *trainer.of_liger(account))
+    return ForeignJob("fsdp", run | stored, account, facts, "accelerate")
 
 
 NAMED_JSON = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
@@ -196,25 +204,31 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
     model = model_of(asked, account, account.get("base_model"), path)
     degrees = fsdp_degrees(account, asked.devices, prefix="", sharded=bool(plain))
     again = account.flag("gradient_checkpointing") or account.flag("fsdp_config.fsdp_activation_checkpointing")
+    precision = precision_of(account)
     run = run_of(
         asked, account, degrees, model=model, sequence=account.get("sequence_len"),
         micro=account.number("micro_batch_size", default=1, why="axolotl's default"), global_=asked.batch,
         accumulation=account.number("gradient_accumulation_steps"), recompute=1 if again else "none",
-        precision=precision_of(account), path=path,
+        precision=precision, path=path,
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
+    # axolotl loads weights in bf16; only FSDP with mixed precision makes them float32 (trainer.weights_of).
+    full = str(account.get("bf16", default=True)).lower() == "full"
+    stored = stored_in_bf16() if precision == "bf16" and (full or not plain) else {}
     facts = [*compiled(account), *(["dispatch=deepep"] if degrees.experts > 1 else [])]
     plugins = [str(each).rpartition(".")[2] for each in account.get("plugins", default=())]
     if {*plugins} - {*PLUGINS}:
         account.leave("plugins")
     if account.flag("liger_fused_linear_cross_entropy") or "CutCrossEntropyPlugin" in plugins:
         facts.append("logits=slices")
-    return ForeignJob("axolotl", run, account, tuple(facts))
+    if account.flag("liger_rms_norm"):
+        facts.append("norms=fast")
+    return ForeignJob("axolotl", run | stored, account, tuple(facts))
 
 
 def read_deepspeed(
     path: Path, asked: Asked, fields: Mapping[str, Any], outer: Account, line: Account | None = None,
-    prefix: str = "--",
+    prefix: str = "--", *, trl: bool = False,
 ) -> ForeignJob:  # fmt: skip
     """Read the job of DeepSpeed's fields.
 
@@ -225,6 +239,7 @@ def read_deepspeed(
         outer: The account of the file that names the JSON.
         line: The Trainer's arguments, of the launcher's line or a YAML.
         prefix: Text before the names of these arguments in the account.
+        trl: True if TRL's defaults replace the Trainer's.
     """
     inner, line = zero.account_of(fields), line or Account({})
     model = model_of(asked, outer, line.get(*trainer.NAMES) or outer.get("base_model"), path)
@@ -242,7 +257,7 @@ def read_deepspeed(
         micro = max(1, (step or replicas) // replicas // passes)
         outer.assume("per_device_train_batch_size", micro, "samples of a step / replicas / microbatches")
     usual = precision_of(outer)
-    half = zero.half_of(inner) or trainer.half_of(line)
+    half = zero.half_of(inner) or trainer.half_of(line, trl=trl)
     if half is None and not (outer.says("mixed_precision") or outer.says("bf16") or outer.says("fp16")):
         outer.assume("precision", usual, "neither JSON nor line turns a half precision on")
     half = half or usual
@@ -251,15 +266,17 @@ def read_deepspeed(
         tensor=tensor, experts=inner.number("expert_parallel.autoep_size"), sync=zero.sync_of(inner, half),
         context=context, context_kind="ulysses",
     )  # fmt: skip
-    again = outer.flag("gradient_checkpointing") or trainer.recomputed(line) == 1
+    again = outer.flag("gradient_checkpointing") or trainer.recomputed(line, trl=trl) == 1
     if outer.says("gradient_checkpointing"):
         line.assumed.pop("gradient_checkpointing", None)
     run = run_of(
         asked, outer, degrees, model=model, micro=micro, global_=step, accumulation=passes, precision=half, path=path,
-        sequence=trainer.length_of(line) or outer.get("sequence_len"),
+        sequence=trainer.length_of(line, trl=trl) or outer.get("sequence_len"),
         recompute=1 if again else "none", offload=zero.offload_of(inner), tf32=line.flag("tf32"),
     )  # fmt: skip
-    facts = (*zero.overlapped(inner), *compiled(line))
+    if half != "float32":
+        line.get(*trainer.WEIGHTS)  # DeepSpeed has float32 masters of any weights (runtime/bf16_optimizer.py)
+    facts = (*zero.overlapped(inner), *compiled(line), *trainer.of_liger(line))
     outer.merge(inner, "deepspeed.")
     outer.merge(line, prefix)
     return ForeignJob("deepspeed-trainer", run, outer, facts, "deepspeed")
@@ -292,8 +309,6 @@ OF_THE_LAUNCH = (
 def precision_of(account: Account) -> str:
     """Return the precision: bf16 unless the file sets fp16 or turns mixed precision off (float32)."""
     told = str(account.get("bf16", default=True)).lower()
-    if told == "full":  # weights without float32 masters
-        account.leave("bf16")
     usual = "float32" if told in ("false", "no", "off") else "bf16"
     half = account.word("mixed_precision", known=PRECISIONS, default=usual)
     return "fp16" if account.flag("fp16") else str(half)

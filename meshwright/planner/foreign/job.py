@@ -242,6 +242,14 @@ def harmless_sizes(prefix: str) -> str:
     return " ".join(f"{prefix}{each}" for each in HARMLESS_SIZES.split())
 
 
+def stored_in_bf16(states: str = "bf16") -> Tree:
+    """Return the run's fields for bf16 weights and gradients without float32 masters, and for the states' dtype."""
+    return {
+        "optimizer": {"name": "adamw", "masters": "bf16", "states": states},
+        "precision": {"level": "O2", "dtype": "bf16", "accumulate": "stored"},
+    }
+
+
 FUSED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", "flash", "true")
 """Words for an attention that keeps no scores, as a plan assumes."""
 HARMLESS_SIZES = """

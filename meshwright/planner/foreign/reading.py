@@ -114,7 +114,8 @@ def read_mapping(path: Path, asked: Asked, tree: dict[str, Any]) -> ForeignJob:
     if "distributed" in tree or "step_scheduler" in tree:
         return automodel.read_automodel(path, asked, tree)
     if trainer.is_trainer(tree):
-        return huggingface.read_trainer(path, asked, tree)
+        trl = path.suffix != ".json" and not tree.keys() & {*trainer.OF_FACTORY}
+        return huggingface.read_trainer(path, asked, tree, trl=trl)
     if megatron.is_megatron(tree):
         return megatron.read_arguments(path, asked, tree)
     raise ConfigError.of("--from", path, "has no field that a known program's file has", FORMS)
@@ -155,7 +156,7 @@ def read_trainers(path: Path, asked: Asked, flags: Mapping[str, Any], words: lis
     if named := flags.get("config_file"):
         return huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
     if trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
-        return huggingface.read_trainer(path, asked, flags, "--")
+        return huggingface.read_trainer(path, asked, flags, "--", trl="trl" in words)
     refuse_unread(path, dict.fromkeys(words, ""))
     rule = (
         "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "

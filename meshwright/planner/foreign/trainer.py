@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.foreign.account import Account
-from meshwright.planner.foreign.job import FUSED
+from meshwright.planner.foreign.job import FUSED, Tree, stored_in_bf16
 from meshwright.ranks.errors import ConfigError
 
 HARMLESS = """
@@ -25,6 +25,14 @@ disable_tqdm model_revision torchrun_* local_rank max_restarts tee standalone bf
 """Arguments that change neither seconds nor bytes of a step."""
 LENGTHS = ("max_seq_length", "max_seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
 """Names of the tokens of a sequence: of TRL, of scripts, of LLaMA-Factory."""
+TRL, TRL_LENGTH = "TRL's default", 1024
+"""The source of a value that TRL replaces (SFTConfig), and its tokens of a sequence."""
+OF_FACTORY = ("finetuning_type", "stage", "template", "cutoff_len")
+"""Fields of LLaMA-Factory's YAML that TRL's has not."""
+WEIGHTS = ("torch_dtype", "dtype")
+"""Names of the dtype of loaded weights: of TRL until 2025 and of ms-swift, of TRL since."""
+BF16, FLOAT32 = ("bf16", "bfloat16", "torch.bfloat16"), ("float32", "fp32", "torch.float32", "false")
+"""Words for these dtypes; false turns LLaMA-Factory's pure_bf16 off."""
 NAMES = ("model_name_or_path", "model_name", "model_id", "model")
 OPTIMIZERS = ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused")
 """Words for an AdamW with float32 states, as a plan assumes."""
@@ -71,21 +79,57 @@ def is_trainer(fields: Mapping[str, Any]) -> bool:
     return bool({"model_name_or_path", "per_device_train_batch_size"} & {name.replace("-", "_") for name in fields})
 
 
-def length_of(account: Account) -> Any:
+def length_of(account: Account, *, trl: bool = False) -> Any:
     """Return the tokens of a sequence, or None."""
-    return account.get(*LENGTHS)
+    return account.get(*LENGTHS, default=TRL_LENGTH, why=TRL) if trl else account.get(*LENGTHS)
 
 
-def half_of(account: Account) -> str | None:
-    """Return fp16 or bf16 if an argument says so."""
+def half_of(account: Account, *, trl: bool = False) -> str | None:
+    """Return fp16 or bf16 if an argument, or TRL's default, says so."""
     word = str(account.get("mixed_precision", default="")).lower()
-    return next((half for half in ("fp16", "bf16") if account.flag(half) or word == half), None)
+    half = next((half for half in ("fp16", "bf16") if account.flag(half) or word == half), None)
+    if half is None and trl and not account.says("bf16"):
+        account.assume("bf16", True, TRL)
+        return "bf16"
+    return half
 
 
-def recomputed(account: Account) -> int | str:
-    """Return our `memory.recompute`. LLaMA-Factory computes layers again unless a field turns this off."""
-    usual = account.says("finetuning_type") and not account.flag("disable_gradient_checkpointing")
+def recomputed(account: Account, *, trl: bool = False) -> int | str:
+    """Return our `memory.recompute`. LLaMA-Factory and TRL compute layers again unless a field turns this off."""
+    factory = account.says("finetuning_type") and not account.flag("disable_gradient_checkpointing")
+    usual = factory or trl
     if not account.says("gradient_checkpointing"):
-        why = "LLaMA-Factory's default" if usual else "the Trainer's default"
+        why = TRL if trl else "LLaMA-Factory's default" if factory else "the Trainer's default"
         account.assume("gradient_checkpointing", usual, why)
     return 1 if account.flag("gradient_checkpointing", default=usual) else "none"
+
+
+def weights_of(account: Account, precision: str, *, sharded: bool) -> Tree:
+    """Return the run's fields for weights that are loaded and kept in bf16; nothing for float32 weights.
+
+    FSDP with mixed precision makes loaded weights float32 (Accelerate: fsdp_utils.py, fsdp2_prepare_model;
+    accelerator.py, prepare_model). Replicas, and FSDP without mixed precision, have no float32 masters.
+
+    Args:
+        account: The arguments' account.
+        precision: The mixed precision: bf16, fp16, or float32 for none.
+        sharded: True if FSDP cuts the weights.
+    """
+    name = next((each for each in WEIGHTS if account.says(each)), "pure_bf16")
+    pure = name == "pure_bf16" and account.flag(name)
+    word = "bf16" if pure else str(account.get(name, default="float32")).lower()
+    if sharded and precision != "float32":
+        return {}
+    if word in BF16 and precision != "fp16":
+        return stored_in_bf16()
+    if word not in FLOAT32:  # auto: the checkpoint's dtype, which is not in the file
+        account.leave(name)
+    return {}
+
+
+def of_liger(account: Account) -> tuple[str, ...]:
+    """Return facts of Liger's kernels: a head that holds the logits of some tokens at a time, and fused norms."""
+    if not account.flag("use_liger_kernel", "enable_liger_kernel"):
+        return ()
+    facts = (("fused_linear_cross_entropy", "logits=slices"), ("rms_norm", "norms=fast"))
+    return tuple(fact for name, fact in facts if account.flag(f"liger_kernel_config.{name}", default=True))

@@ -171,7 +171,9 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
     layout = config.layout
     data, tensor = layout.data, _tensor(config)
     yield f"num_processes: {layout.world_size}"
-    yield f"mixed_precision: {'fp8' if program.software.products == 'fp8' else config.precision.dtype}"
+    stored = config.optimizer.masters == "bf16"  # Accelerate's mixed precision would make FSDP's weights float32
+    mixed = "'no'" if stored and data.strategy.slices else config.precision.dtype
+    yield f"mixed_precision: {'fp8' if program.software.products == 'fp8' else mixed}"
     if data.strategy.slices:
         yield "distributed_type: FSDP"
         yield "fsdp_config:"
@@ -190,6 +192,8 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
         if layout.context.size > 1:
             yield f"  parallelism_config_{program.contexts[layout.context.kind]}_size: {layout.context.size}"
     yield f"# per_device_train_batch_size: {config.micro}, gradient_accumulation_steps: {config.num_microbatches}"
+    if stored:
+        yield "# the Trainer's arguments: torch_dtype: bfloat16"
 
 
 def axolotl_words(config: Config, program: Program) -> Iterator[str]:
@@ -214,7 +218,10 @@ def axolotl_words(config: Config, program: Program) -> Iterator[str]:
     yield f"gradient_accumulation_steps: {config.num_microbatches}"
     yield f"gradient_checkpointing: {recomputes}"
     dtype = config.precision.dtype
-    yield f"{'fp16' if dtype == 'fp16' else 'bf16'}: {str(dtype != 'float32').lower()}"
+    if config.optimizer.masters == "bf16" and data.strategy.slices:
+        yield "bf16: full"
+    else:
+        yield f"{'fp16' if dtype == 'fp16' else 'bf16'}: {str(dtype != 'float32').lower()}"
     if program.software.products == "fp8":
         yield "fp8: true"
 

@@ -128,6 +128,8 @@ class PlannedBucket:
     """Whether gradients are slices; `reduce` then runs for each microbatch, unless the bucket `waits`."""
     casts: bool
     """Whether the slices of half-precision weights and gradients are float32 (Software.slice_dtype)."""
+    nearest: bool
+    """Whether bf16 masters and states are rounded without random bits (Software.rounding)."""
     low_bytes: int
     """Bytes of whole weights beyond the run's format (Software.low_weights); below zero if weights are narrower."""
     sums: BucketSums
@@ -187,6 +189,11 @@ class PlannedBucket:
         # The norm reads the gradient. The step reads the gradient, and reads and writes master or weight and every
         # moment.
         each = gradient + max(SINGLE, size) * (2 + 1)
+        narrow = config.optimizer.masters == "bf16" and size < SINGLE
+        if narrow and self.nearest:  # one kernel reads the gradient and the weight, and writes the weight, in bf16
+            return self.stepped_elements * (2 * gradient + 2 * size) + 2 * sum(
+                moment_bytes(config.optimizer, self.stepped)
+            )
         if gradient < SINGLE:
             each += gradient + SINGLE
         # The CPU's norm writes and reads a wide copy.
@@ -195,9 +202,9 @@ class PlannedBucket:
         # Gathered weights are cast by the gathers.
         if self.master_bytes(config) and not (self.casts and config.layout.data.strategy.gathers):
             each += SINGLE + size
-        if config.optimizer.masters == "bf16" and size < SINGLE:
+        if narrow:
             each += NOISE_BYTES - 2 * (SINGLE - size)  # the step reads and writes the weight in bf16
-        if config.optimizer.states == "bf16":
+        if config.optimizer.states == "bf16" and not self.nearest:
             each += NOISE_BYTES * len(config.optimizer.update.states_of(self.kind.rule))
         return self.stepped_elements * each + 2 * sum(moment_bytes(config.optimizer, self.stepped))
 
@@ -285,10 +292,12 @@ class HeldParameters:
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32. `low_weight`:
-    bytes of an element of a linear's weight beyond the run's format (Software.low_weight)."""
+    bytes of an element of a linear's weight beyond the run's format (Software.low_weight). `nearest`:
+    Software.rounding is nearest."""
 
     casts: bool = False
     low_weight: float = 0.0
+    nearest: bool = False
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
         """Return a rank's buckets, in the order in which buckets are sent."""
@@ -335,7 +344,7 @@ class Buckets:
                 low_bytes = round(self.low_weight * low_elements(names, shapes))
             buckets.append(PlannedBucket(
                 key, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
-                waits, sync.slices, casts, low_bytes, sums,
+                waits, sync.slices, casts, self.nearest, low_bytes, sums,
             ))  # fmt: skip
         return buckets
 
@@ -475,10 +484,12 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
     With random rounding, the bytes of a piece's tensors are yielded first: at most a GPU's piece, at most the longest
     slot.
     """
-    if config.optimizer.rounds:
+    random = config.optimizer.rounds and software.rounding == "random"
+    if random:
         longest = max((bucket.stepped_elements for bucket in buckets), default=0)
         yield [SINGLE * min(PIECE["cuda"], longest)] * (len(config.optimizer.update.states) + NOISE_TENSORS)
-    if config.optimizer.rounds or config.memory.offload.to != "none":
+    nearest = config.optimizer.masters == "bf16" and software.rounding == "nearest"
+    if random or nearest or config.memory.offload.to != "none":
         return
     for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
         rule_buckets = [buckets[index] for index in members]

@@ -110,7 +110,11 @@ class Planner:
         self.software = self.software.on(device)
         self.recordings = Recordings(device.kind, self.software, device.capability, kept=self.kept)
         self.site = Site(self.cluster, self.software)
-        self.buckets = Buckets(self.software.slice_dtype == "float32", self.software.low_weight(device))
+        self.buckets = Buckets(
+            self.software.slice_dtype == "float32",
+            self.software.low_weight(device),
+            self.software.rounding == "nearest",
+        )
 
     def on(self, cluster: Cluster) -> Planner:
         """Return a planner for a cluster with the same kind of devices and other speeds of links or devices."""

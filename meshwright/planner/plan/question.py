@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config import Config
-from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, model_names, parse_run
+from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, model_names, parse_config, parse_run
 from meshwright.config.section import with_field
 from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
@@ -141,7 +141,8 @@ def as_written(
     planner = models.planner
     layout = {**job.run["layout"], "ranks_per_node": ranks_per_node(planner.cluster, devices)}
     try:
-        return planner.predict(parse_run(job.run | {"layout": layout}, words, unread=ELSEWHERE))
+        # A program's fields may have no effect in this run, such as the format of sums in one microbatch.
+        return planner.predict(parse_config(job.run | {"layout": layout}, words, unread=ELSEWHERE))
     except ConfigError as error:
         return " ".join(str(error).split())
     except KeyboardInterrupt:  # the search's answer is complete

@@ -116,6 +116,8 @@ class Software(Section):
     """The dtype of a rank's slices of half-precision weights and gradients. float32: each gather casts the masters."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as in torch's AdamW before 2.0."""
+    rounding: Literal["random", "nearest"] = "random"
+    """How a step rounds bf16 masters and states: with random bits, or to the nearest in the optimizer's own kernel."""
     widening: Literal["parts", "whole"] = "parts"
     """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
     publishes: Literal["gathers", "broadcasts"] = "gathers"

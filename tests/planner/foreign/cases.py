@@ -822,7 +822,7 @@ fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: FULL_SHARD, fsd
         8, "axolotl",
         {"model.hidden": 4096, "data.lengths.source": 4096, "batch.global_": 64, "micro": 2, "memory.recompute": 1,
          "memory.offload.to": "host", "layout.data.sync": "zero3"},
-        ("logits=slices",), ("liger_rms_norm", "sample_packing"),
+        ("logits=slices", "norms=fast"), ("sample_packing",),
     ),
     "axolotl 3b-fp8-fsdp2.yaml": Job(
         {"fp8.yaml": """

@@ -162,6 +162,25 @@ def test_a_cpu_takes_the_norm_of_a_wide_copy() -> None:
         assert copied == 2 * 8 * bucket.stepped_elements > 0
 
 
+def test_rounding_to_the_nearest_takes_no_noise() -> None:
+    """A fused AdamW in bf16 reads a gradient twice (norm, step), and reads and writes weight and moments in bf16."""
+    half = {"precision": {"level": "O2", "dtype": "bf16", "accumulate": "stored"}}
+    config = config_for({}, {}, "none", layout={}, **half)
+    settings = config.optimizer.model_copy(update={"name": "adamw", "masters": "bf16", "states": "bf16"})
+    config = config.model_copy(update={"optimizer": settings})
+    touched, memory = {}, {}
+    for rounding in ("random", "nearest"):
+        planner = Planner(CLUSTER, OWN_SOFTWARE.model_copy(update={"rounding": rounding}))
+        run = TimedRun(planner.site, planner.buckets, config, planner.stages(config))
+        buckets = [bucket for bucket in run.buckets[0] if bucket.kind.dtype.itemsize == 2]
+        touched[rounding] = sum(bucket.touched_bytes(config, "cuda") for bucket in buckets)
+        memory[rounding] = planner.predict(config).memory[0]
+    elements = sum(bucket.stepped_elements for bucket in buckets)
+    assert touched["nearest"] == (2 * 2 + 2 * 2 + 2 * 2 * 2) * elements < touched["random"]
+    assert memory["nearest"].states == memory["random"].states
+    assert memory["nearest"].temporaries <= memory["random"].temporaries
+
+
 def test_offload_leaves_the_staging_on_the_device() -> None:
     half = {"precision": {"level": "O2", "dtype": "bf16"}}
     here = predicted(config_for({}, {}, "none", **half)).memory[0]

@@ -1,0 +1,127 @@
+"""Weights without float32 masters, Liger's kernels and TRL's defaults in jobs of transformers' Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.load import ELSEWHERE, parse_config
+from meshwright.planner.foreign import trainer
+from meshwright.planner.foreign.job import Asked
+from meshwright.planner.foreign.reading import read_foreign
+from meshwright.planner.foreign.words import foreign_words
+from meshwright.planner.plan.software import load_program
+
+ONE_B = Asked("llama-3.2-1b", 64, 8, 8)
+LINE = "torchrun t.py --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 1 --max_length 64"
+TRL = "model_name_or_path: meta-llama/Llama-3.2-1B\nper_device_train_batch_size: 1\nmax_length: 64\n"
+FACTORY = TRL.replace("max_length", "finetuning_type: full\ncutoff_len")
+AXOLOTL = "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 64\nmicro_batch_size: 1\n"
+FSDP = "fsdp_config: {reshard_after_forward: true}\n"
+ACCELERATE = {
+    "sharded.yaml": "{distributed_type: FSDP, mixed_precision: bf16, num_processes: 8}",
+    "whole.yaml": "{distributed_type: MULTI_GPU, mixed_precision: bf16, num_processes: 8}",
+    "wide.yaml": "{distributed_type: FSDP, mixed_precision: 'no', num_processes: 8}",
+    "z2.conf": '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+}
+
+
+@pytest.mark.parametrize(
+    "name, text, stored, left_out",
+    [
+        # FSDP with mixed precision makes loaded weights float32; DeepSpeed has float32 masters.
+        ("a.sh", f"{LINE} --bf16 --torch_dtype bfloat16 --fsdp full_shard", False, []),
+        ("b.sh", f"{LINE} --bf16 --dtype auto --fsdp full_shard", False, []),
+        ("c.sh", f"{LINE} --torch_dtype bfloat16 --deepspeed z2.conf", False, []),
+        ("d.sh", f"accelerate launch --config_file sharded.yaml {LINE} --dtype bfloat16", False, []),
+        ("a.yaml", f"{AXOLOTL}{FSDP}bf16: true", False, []),
+        # Replicas do not, nor does FSDP without mixed precision.
+        ("e.sh", f"{LINE} --bf16 --torch_dtype bfloat16", True, []),
+        ("f.sh", f"{LINE} --torch_dtype bfloat16 --fsdp full_shard", True, []),
+        ("g.sh", f"accelerate launch --config_file whole.yaml {LINE} --torch_dtype bfloat16", True, []),
+        ("h.sh", f"accelerate launch --config_file wide.yaml {LINE} --torch_dtype bfloat16", True, []),
+        ("b.yaml", f"{FACTORY}pure_bf16: true", True, []),
+        ("c.yaml", f"{TRL}dtype: bfloat16", True, []),
+        ("d.yaml", f"{AXOLOTL}bf16: auto", True, []),
+        ("e.yaml", f"{AXOLOTL}{FSDP}bf16: full", True, []),
+        # float32 weights, and dtypes that no run of ours has or that no field tells.
+        ("i.sh", f"{LINE} --bf16 --torch_dtype float32", False, []),
+        ("f.yaml", f"{FACTORY}bf16: true\npure_bf16: false", False, []),
+        ("g.yaml", f"{AXOLOTL}fp16: true\nbf16: false", False, []),
+        ("j.sh", f"{LINE} --bf16 --torch_dtype auto", False, ["torch_dtype"]),
+        ("k.sh", f"{LINE} --fp16 --torch_dtype bfloat16", False, ["torch_dtype"]),
+        ("l.sh", f"{LINE} --torch_dtype float16", False, ["torch_dtype"]),
+    ],
+)
+def test_weights_are_stored_in_bf16_where_the_program_leaves_them(
+    name: str, text: str, stored: bool, left_out: list[str], tmp_path: Path
+) -> None:
+    for file, content in {**ACCELERATE, name: text}.items():
+        (tmp_path / file).write_text(content)
+    job = read_foreign(tmp_path / name, ONE_B)
+    assert sorted(job.account.left_out) == left_out
+    config = parse_config(job.run | {"layout": job.run["layout"] | {"ranks_per_node": 8}}, unread=ELSEWHERE)
+    assert (config.optimizer.masters, config.optimizer.states) == (("bf16",) * 2 if stored else ("float32",) * 2)
+    if stored:  # the answer's words say so, and FSDP's mixed precision would not
+        sliced = parse_config(
+            {**job.run, "layout": {"data": {"size": 8, "sync": "zero3"}, "ranks_per_node": 8}}, unread=ELSEWHERE
+        )
+        words = str(foreign_words(load_program(job.program, job.facts), sliced, job.form))
+        assert ("bf16: full" if job.program == "axolotl" else "mixed_precision: 'no'") in words
+
+
+@pytest.mark.parametrize(
+    "name, text, facts, left_out",
+    [
+        ("a.yaml", f"{TRL}use_liger_kernel: true", {"logits=slices", "norms=fast"}, []),
+        ("b.yaml", f"{FACTORY}enable_liger_kernel: true", {"logits=slices", "norms=fast"}, []),
+        ("c.yaml", f"{TRL}use_liger_kernel: false", set(), []),
+        ("d.yaml", f"{TRL}use_liger_kernel: true\nliger_kernel_config: {{fused_linear_cross_entropy: false}}",
+         {"norms=fast"}, []),
+        ("e.yaml", f"{TRL}use_liger_kernel: true\nliger_kernel_config: {{swiglu: false}}",
+         {"logits=slices", "norms=fast"}, ["liger_kernel_config.swiglu"]),
+        ("f.yaml", f"{AXOLOTL}{FSDP}liger_rms_norm: true", {"norms=fast"}, []),
+        ("a.sh", f"{LINE} --deepspeed z2.conf --use_liger_kernel true", {"logits=slices", "norms=fast"}, []),
+        ("b.sh", f"accelerate launch --config_file sharded.yaml {LINE} --use_liger_kernel",
+         {"logits=slices", "norms=fast"}, []),
+    ],
+)  # fmt: skip
+def test_ligers_kernels_are_facts(name: str, text: str, facts: set[str], left_out: list[str], tmp_path: Path) -> None:
+    for file, content in {**ACCELERATE, name: text}.items():
+        (tmp_path / file).write_text(content)
+    job = read_foreign(tmp_path / name, ONE_B)
+    assert facts == {fact for fact in job.facts if fact.startswith(("logits", "norms"))}
+    assert sorted(job.account.left_out) == left_out
+    load_program(job.program, job.facts)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.yaml", "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_name: trl-lib/Capybara\n"),
+        ("a.sh", "trl sft --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name trl-lib/Capybara"),
+        ("b.sh", "trl sft --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name a --deepspeed z2.conf"),
+    ],
+)
+def test_trls_defaults_replace_the_trainers(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "z2.conf").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / name).write_text(text)
+    job = read_foreign(tmp_path / name, Asked(devices=8))
+    assert (job.run["data"]["sequence"], job.run["memory"]["recompute"]) == (1024, 1)
+    assert job.run["precision"] == "bf16"
+    assumed = {field.lstrip("-") for field, (_, why) in job.account.assumed.items() if why == trainer.TRL}
+    assert assumed == {trainer.LENGTHS[0], "bf16", "gradient_checkpointing"}
+    line = text.replace("trl sft", "torchrun run_clm.py")
+    if line != text:  # another program with such flags has the Trainer's defaults
+        (tmp_path / name).write_text(f"{line} --per_device_train_batch_size 8 --fp16")
+        other = read_foreign(tmp_path / name, Asked(sequence=1024, devices=8))
+        assert (other.run["memory"]["recompute"], other.run["precision"]) == ("none", "fp16")
+
+
+def test_trl_has_these_defaults() -> None:
+    """The values are those of the package, where it is installed."""
+    config = pytest.importorskip("trl").SFTConfig
+    fields = config.__dataclass_fields__
+    assert (fields["max_length"].default, fields["gradient_checkpointing"].default) == (trainer.TRL_LENGTH, True)
+    assert fields["bf16"].default is None  # true, if fp16 is not set
