@@ -44,7 +44,7 @@ STRATEGIES = {"1": FULL, "2": GRADIENTS, "3": NO_SHARD, "4": HYBRID, "5": HYBRID
 
 
 def read_accelerate(
-    path: Path, asked: Asked, tree: Mapping[str, Any], flags: Mapping[str, Any] | None = None
+    path: Path, asked: Asked, tree: Mapping[str, Any], flags: Mapping[str, Any] | None = None, *, trl: bool = False
 ) -> ForeignJob:
     """Read the job of a file of `accelerate config`: FSDP of version 1 and 2, parallelism_config, DeepSpeed.
 
@@ -53,6 +53,7 @@ def read_accelerate(
         asked: The options.
         tree: The file's fields.
         flags: Flags of a line `accelerate launch --config_file`; of both, a flag counts.
+        trl: True if TRL's defaults replace the Trainer's.
     """
     launch = {name: value for name, value in (flags or {}).items() if name in OF_THE_LAUNCH}
     line = trainer.arguments_of({name: value for name, value in (flags or {}).items() if name not in launch})
@@ -64,20 +65,22 @@ def read_accelerate(
     if (given := tree.get("deepspeed_config")) is not None:
         account.get("distributed_type")
         named = given.get("deepspeed_config_file")
-        return read_deepspeed(path, asked, zero.json_beside(path, str(named)) if named else given, account, line)
+        inner = zero.json_beside(path, str(named)) if named else given
+        return read_deepspeed(path, asked, inner, account, line, trl=trl)
     sharded: bool = account.word(
         "distributed_type", known=DISTRIBUTED, default=bool(tree.keys() & {"fsdp_config", "parallelism_config"})
     )
-    usual = line.number("per_device_train_batch_size", default=0)
+    told = trainer.MICRO_WHY if trl else ""
+    usual = line.number("per_device_train_batch_size", default=trainer.MICRO if trl else 0, why=told)
     why = "" if usual else "the Trainer's arguments are not in this file"
     micro = account.number("per_device_train_batch_size", default=usual or 1, why=why)
     again = account.flag("fsdp_config.fsdp_activation_checkpointing") or line.flag("gradient_checkpointing")
-    again = again or (line.says("finetuning_type") and trainer.recomputed(line) == 1)
-    half = trainer.half_of(line)
+    again = again or ((trl or line.says("finetuning_type")) and trainer.recomputed(line, trl=trl) == 1)
+    half = trainer.half_of(line, trl=trl)
     precision = precision_of(account) if account.says("mixed_precision") or half is None else half
     run = run_of(
         asked, account, fsdp_degrees(account, asked.devices, sharded=sharded),
-        model=model_of(asked, account, line.get(*trainer.NAMES), path), sequence=trainer.length_of(line),
+        model=model_of(asked, account, line.get(*trainer.NAMES), path), sequence=trainer.length_of(line, trl=trl),
         micro=micro, global_=asked.batch, recompute=1 if again else "none",
         accumulation=account.number("gradient_accumulation_steps", default=line.number("gradient_accumulation_steps")),
         precision=precision, path=path,
@@ -123,7 +126,7 @@ def read_trainer(
     run = run_of(
         asked, account, fsdp_degrees(account, asked.devices, sharded=sharded, strategy=strategy),
         model=model_of(asked, account, account.get(*trainer.NAMES), path), sequence=trainer.length_of(account, trl=trl),
-        micro=account.number("per_device_train_batch_size", default=8, why="the Trainer's default"),
+        micro=account.number("per_device_train_batch_size", default=trainer.MICRO, why=trainer.MICRO_WHY),
         global_=asked.batch, accumulation=account.number("gradient_accumulation_steps"),
         recompute=1 if again else trainer.recomputed(account, trl=trl), precision=precision,
         path=path, offload="host" if host else "none",
@@ -212,7 +215,8 @@ def read_axolotl(path: Path, asked: Asked, tree: Mapping[str, Any]) -> ForeignJo
         precision=precision, path=path,
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none",
     )  # fmt: skip
-    # axolotl loads weights in bf16; only FSDP with mixed precision makes them float32 (trainer.weights_of).
+    # axolotl loads weights in bf16 (utils/config/__init__.py, normalize_config).
+    # Only FSDP with mixed precision makes them float32 (trainer.weights_of).
     full = str(account.get("bf16", default=True)).lower() == "full"
     stored = stored_in_bf16() if precision == "bf16" and (full or not plain) else {}
     facts = [*compiled(account), *(["dispatch=deepep"] if degrees.experts > 1 else [])]
@@ -248,7 +252,9 @@ def read_deepspeed(
     )
     step = asked.batch or zero.automatic(inner, "train_batch_size")
     micro = zero.automatic(inner, "train_micro_batch_size_per_gpu") or line.number(
-        "per_device_train_batch_size", default=outer.number("micro_batch_size", default=0)
+        "per_device_train_batch_size",
+        default=outer.number("micro_batch_size", default=0) or (trainer.MICRO if trl else 0),
+        why=trainer.MICRO_WHY if trl else "",
     )
     context = ulysses_of(outer, inner)
     tensor = inner.number("tensor_parallel.autotp_size")

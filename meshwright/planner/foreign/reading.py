@@ -153,10 +153,13 @@ def read_trainers(path: Path, asked: Asked, flags: Mapping[str, Any], words: lis
     Raises:
         ConfigError: The arguments are no job's; for a known program that is not read, with the program's name.
     """
-    if named := flags.get("config_file"):
-        return huggingface.read_accelerate(path, asked, read_yaml(zero.file_beside(path, named)), flags)
+    trl = "trl" in words
+    if named := flags.get("config_file") or (trl and flags.get("accelerate_config")):
+        tree = (trainer.TRL_LAUNCHES.get(named) if trl else None) or read_yaml(zero.file_beside(path, named))
+        given = {name: value for name, value in flags.items() if name != "accelerate_config"}
+        return huggingface.read_accelerate(path, asked, tree, given, trl=trl)
     if trainer.is_trainer(flags) or any(flags.get(name) for name in huggingface.NAMED_JSON):
-        return huggingface.read_trainer(path, asked, flags, "--", trl="trl" in words)
+        return huggingface.read_trainer(path, asked, flags, "--", trl=trl)
     refuse_unread(path, dict.fromkeys(words, ""))
     rule = (
         "has no --num-layers and --hidden-size (Megatron-LM), --module and --config (torchtitan), --deepspeed or "

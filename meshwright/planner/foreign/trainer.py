@@ -27,6 +27,16 @@ LENGTHS = ("max_seq_length", "max_seq_len", "max_length", "model_max_length", "c
 """Names of the tokens of a sequence: of TRL, of scripts, of LLaMA-Factory."""
 TRL, TRL_LENGTH = "TRL's default", 1024
 """The source of a value that TRL replaces (SFTConfig), and its tokens of a sequence."""
+MICRO, MICRO_WHY = 8, "the Trainer's default"
+"""Samples of a microbatch without per_device_train_batch_size, and the source."""
+TRL_LAUNCHES: Mapping[str, Mapping[str, Any]] = {
+    "single_gpu": {"distributed_type": "NO", "mixed_precision": "bf16"},
+    "multi_gpu": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"},
+    "fsdp1": {"distributed_type": "FSDP", "mixed_precision": "bf16"},
+    "fsdp2": {"distributed_type": "FSDP", "mixed_precision": "bf16"},
+    **{f"zero{stage}": {"mixed_precision": "bf16", "deepspeed_config": {"zero_stage": stage}} for stage in (1, 2, 3)},
+}
+"""Files of Accelerate that `trl --accelerate_config` has by name (trl/accelerate_configs)."""
 OF_FACTORY = ("finetuning_type", "stage", "template", "cutoff_len")
 """Fields of LLaMA-Factory's YAML that TRL's has not."""
 WEIGHTS = ("torch_dtype", "dtype")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshwright.config.load import ELSEWHERE, parse_config
 from meshwright.planner.foreign import trainer
@@ -117,6 +119,41 @@ def test_trls_defaults_replace_the_trainers(name: str, text: str, tmp_path: Path
         (tmp_path / name).write_text(f"{line} --per_device_train_batch_size 8 --fp16")
         other = read_foreign(tmp_path / name, Asked(sequence=1024, devices=8))
         assert (other.run["memory"]["recompute"], other.run["precision"]) == ("none", "fp16")
+
+
+@pytest.mark.parametrize(
+    "launch, program, sync",
+    [
+        ("multi_gpu", "fsdp", "allreduce"), ("fsdp1", "fsdp", "zero3"), ("fsdp2", "fsdp", "zero3"),
+        ("zero1", "deepspeed-trainer", "zero1"), ("zero2", "deepspeed-trainer", "zero2"),
+        ("zero3", "deepspeed-trainer", "zero3"), ("sharded.yaml", "fsdp", "zero3"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("file", ["", "--config sft.yaml"])
+def test_trl_names_files_of_accelerate(launch: str, program: str, sync: str, file: str, tmp_path: Path) -> None:
+    """By name or by path, with flags or a file of arguments; each name's fields are those of TRL's own file."""
+    name = "" if file else "--model_name_or_path meta-llama/Llama-3.2-1B"
+    line = f"trl sft {file} {name} --accelerate_config {launch} --num_processes 4"
+    texts = {**ACCELERATE, "sft.yaml": "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_name: a\n"}
+    for each, content in {**texts, "a.sh": line}.items():
+        (tmp_path / each).write_text(content)
+    job = read_foreign(tmp_path / "a.sh", Asked(devices=4))
+    assert (job.program, job.run["layout"]["data"]["sync"]) == (program, sync)
+    assert (job.run["batch"], job.run["data"]["sequence"]) == ({"global": 32, "micro": 8}, 1024)
+    assert (job.run["memory"]["recompute"], job.run["precision"]) == (1, "bf16")
+    assert job.account.left_out == {}
+    assert job.account.assumed["--per_device_train_batch_size"] == (8, trainer.MICRO_WHY)
+
+
+def test_names_of_trls_files_are_these() -> None:
+    folder = resources.files(pytest.importorskip("trl.accelerate_configs"))
+    files = {Path(each.name).stem: each for each in folder.iterdir() if each.name.endswith(".yaml")}
+    assert files.keys() == trainer.TRL_LAUNCHES.keys()
+    for name, fields in trainer.TRL_LAUNCHES.items():
+        theirs = yaml.safe_load(files[name].read_text())
+        for field, value in fields.items():
+            told = theirs[field]
+            assert (told | value if isinstance(told, dict) else value) == told
 
 
 def test_trl_has_these_defaults() -> None:
