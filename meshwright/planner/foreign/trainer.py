@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ TRL_LAUNCHES: Mapping[str, Mapping[str, Any]] = {
     **{f"zero{stage}": {"mixed_precision": "bf16", "deepspeed_config": {"zero_stage": stage}} for stage in (1, 2, 3)},
 }
 """Files of Accelerate that `trl --accelerate_config` has by name (trl/accelerate_configs)."""
+TRL_COMMAND = re.compile(r"(?:^|/)trl(?:$|/.*\.py$|\.scripts\b)")
+"""A word that starts TRL: the command, a script in TRL's folder, a module."""
 OF_FACTORY = ("finetuning_type", "stage", "template", "cutoff_len")
 """Fields of LLaMA-Factory's YAML that TRL's has not."""
 WEIGHTS = ("torch_dtype", "dtype")

@@ -104,6 +104,8 @@ def test_ligers_kernels_are_facts(name: str, text: str, facts: set[str], left_ou
         ("a.yaml", "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_name: trl-lib/Capybara\n"),
         ("a.sh", "trl sft --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name trl-lib/Capybara"),
         ("b.sh", "trl sft --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name a --deepspeed z2.conf"),
+        ("c.sh", "torchrun --nproc_per_node 8 trl/scripts/sft.py --model_name_or_path meta-llama/Llama-3.2-1B"),
+        ("d.sh", "accelerate launch -m trl.scripts.sft --model_name_or_path meta-llama/Llama-3.2-1B"),
     ],
 )
 def test_trls_defaults_replace_the_trainers(name: str, text: str, tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_trls_defaults_replace_the_trainers(name: str, text: str, tmp_path: Path
     assert job.run["precision"] == "bf16"
     assumed = {field.lstrip("-") for field, (_, why) in job.account.assumed.items() if why == trainer.TRL}
     assert assumed == {trainer.LENGTHS[0], "bf16", "gradient_checkpointing"}
-    line = text.replace("trl sft", "torchrun run_clm.py")
+    line = text.replace("trl sft", "torchrun run_clm.py").replace("trl/scripts/sft.py", "trl.yaml/run_clm.py")
     if line != text:  # another program with such flags has the Trainer's defaults
         (tmp_path / name).write_text(f"{line} --per_device_train_batch_size 8 --fp16")
         other = read_foreign(tmp_path / name, Asked(sequence=1024, devices=8))
