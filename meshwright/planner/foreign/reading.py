@@ -153,7 +153,7 @@ def read_trainers(path: Path, asked: Asked, flags: Mapping[str, Any], words: lis
     Raises:
         ConfigError: The arguments are no job's; for a known program that is not read, with the program's name.
     """
-    trl = any(trainer.TRL_COMMAND.search(word) for word in words)
+    trl = trainer.starts_trl(words)
     if named := flags.get("config_file") or (trl and flags.get("accelerate_config")):
         tree = (trainer.TRL_LAUNCHES.get(named) if trl else None) or read_yaml(zero.file_beside(path, named))
         given = {name: value for name, value in flags.items() if name != "accelerate_config"}

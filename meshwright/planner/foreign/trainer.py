@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from meshwright.planner.foreign.account import Account
@@ -90,6 +91,14 @@ def refuse_adapters(fields: Mapping[str, Any]) -> None:
 def is_trainer(fields: Mapping[str, Any]) -> bool:
     """Return True if fields are the Trainer's: a model's name, or samples of a device."""
     return bool({"model_name_or_path", "per_device_train_batch_size"} & {name.replace("-", "_") for name in fields})
+
+
+def starts_trl(words: Sequence[str]) -> bool:
+    """Return True if a command's words start TRL; a flag's value, such as `--output_dir out/trl`, does not."""
+    return any(
+        TRL_COMMAND.search(word) and not word.startswith("-") and (word.endswith(".py") or not before.startswith("--"))
+        for before, word in pairwise(("", *words))
+    )
 
 
 def length_of(account: Account, *, trl: bool = False) -> Any:

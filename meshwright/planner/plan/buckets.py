@@ -187,14 +187,11 @@ class PlannedBucket:
         """
         size, gradient = self.kind.dtype.itemsize, SINGLE if self.casts else self.summed_in.itemsize
         # The norm reads the gradient. The step reads the gradient, and reads and writes master or weight and every
-        # moment.
-        each = gradient + max(SINGLE, size) * (2 + 1)
+        # moment. To the nearest, one kernel reads and writes the weight in bf16 and widens nothing.
         narrow = config.optimizer.masters == "bf16" and size < SINGLE
-        if narrow and self.nearest:  # one kernel reads the gradient and the weight, and writes the weight, in bf16
-            return self.stepped_elements * (2 * gradient + 2 * size) + 2 * sum(
-                moment_bytes(config.optimizer, self.stepped)
-            )
-        if gradient < SINGLE:
+        alone = narrow and self.nearest
+        each = gradient + (gradient + 2 * size if alone else max(SINGLE, size) * (2 + 1))
+        if gradient < SINGLE and not alone:
             each += gradient + SINGLE
         # The CPU's norm writes and reads a wide copy.
         if device_type == "cpu" and gradient < torch.float64.itemsize:
@@ -202,7 +199,7 @@ class PlannedBucket:
         # Gathered weights are cast by the gathers.
         if self.master_bytes(config) and not (self.casts and config.layout.data.strategy.gathers):
             each += SINGLE + size
-        if narrow:
+        if narrow and not alone:
             each += NOISE_BYTES - 2 * (SINGLE - size)  # the step reads and writes the weight in bf16
         if config.optimizer.states == "bf16" and not self.nearest:
             each += NOISE_BYTES * len(config.optimizer.update.states_of(self.kind.rule))

@@ -158,6 +158,14 @@ def test_names_of_trls_files_are_these() -> None:
             assert (told | value if isinstance(told, dict) else value) == told
 
 
+@pytest.mark.parametrize(
+    "rest", ["--output_dir out/trl", "--output_dir=out/trl", "--run_name trl", "--model_revision trl.scripts", "a/atrl"]
+)
+def test_a_value_that_names_trl_starts_another_program(rest: str, tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"{LINE} {rest}")
+    assert read_foreign(tmp_path / "a.sh", ONE_B).run["memory"]["recompute"] == "none"
+
+
 def test_trl_has_these_defaults() -> None:
     """The values are those of the package, where it is installed."""
     config = pytest.importorskip("trl").SFTConfig
