@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.config import model_names, parse_config
 from meshwright.config.schema import Model
+from tests.families.llama.sizes import COUNTS
 
 PARAMETERS = {
     "gpt2-mini": 10e6,
@@ -38,12 +39,7 @@ TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
 T5S = {"t5-small", "t5-base", "t5-large", "t5-large-32heads", "t5-tiny"}
 """Counted in tests/families/seq2seq/test_t5.py."""
 
-LLAMAS = {
-    "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
-    "mistral-7b-0.1", "smollm3-3b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b",
-    "mixtral-mini", "olmo-2-7b", "olmo-3-7b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini-4k",
-    "gpt-oss-20b", "gpt-oss-120b",
-}  # fmt: skip
+LLAMAS = set(COUNTS)
 """Counted in tests/families/llama/test_model.py."""
 
 DEEPSEEKS = {"deepseek-v3", "deepseek-mini", "moonlight-16b-a3b", "kimi-k2"}

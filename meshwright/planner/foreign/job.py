@@ -208,13 +208,21 @@ SAME_SIZES = (
     ("llama-3-8b", "llama-3.1-8b"), ("llama-3-70b", "llama-3.1-70b"), ("llama-3-405b", "llama-3.1-405b"),
     ("llama-3.3-70b", "llama-3.1-70b"), ("deepseek-r1-distill-llama-8b", "llama-3.1-8b"),
     ("deepseek-r1-distill-llama-70b", "llama-3.1-70b"), ("gpt2", "gpt2-small"), ("deepseek-v3-671b", "deepseek-v3"),
-    ("deepseek-v3.1", "deepseek-v3"), ("deepseek-r1", "deepseek-v3"), ("qwen2.5-coder-0.5b", "qwen2.5-0.5b"),
-    ("olmo-2-1124-7b", "olmo-2-7b"), ("olmo-3-1025-7b", "olmo-3-7b"), ("mistral-7b-v0.1", "mistral-7b-0.1"),
-    ("mistral-7b-instruct-v0.1", "mistral-7b-0.1"), ("vit-base-patch16-224", "vit-base"),
+    ("deepseek-v3.1", "deepseek-v3"), ("deepseek-r1", "deepseek-v3"),
+    *((f"deepseek-r1-distill-qwen-{size}", f"qwen2.5-{size}") for size in ("7b", "14b", "32b")),
+    *((f"qwen2.5-coder-{size}", f"qwen2.5-{size}") for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")),
+    *((f"qwen2.5-math-{size}", f"qwen2.5-{size}") for size in ("1.5b", "7b", "72b")),
+    *((f"qwen2-{size}", f"qwen2.5-{size}") for size in ("0.5b", "1.5b", "7b", "72b")),
+    *((f"{name}-{size}", f"llama-2-{size}") for name in ("llama", "vicuna") for size in ("7b", "13b")),
+    ("olmo-2-1124-7b", "olmo-2-7b"), ("olmo-2-1124-13b", "olmo-2-13b"), ("olmo-2-0325-32b", "olmo-2-32b"),
+    ("olmo-3-1025-7b", "olmo-3-7b"), ("olmo-3-1125-32b", "olmo-3-32b"), ("mistral-7b-v0.1", "mistral-7b-0.1"),
+    ("mistral-7b-instruct-v0.1", "mistral-7b-0.1"), ("mistral-7b-v0.2", "mistral-7b-0.2"),
+    ("mistral-7b-instruct-v0.2", "mistral-7b-0.2"), ("mistral-nemo", "mistral-nemo-12b"), ("qwq-32b", "qwen2.5-32b"),
+    ("qwen3-coder-30b-a3b", "qwen3-30b-a3b"), ("vit-base-patch16-224", "vit-base"),
 )  # fmt: skip
 """Models' names elsewhere, each with our model of the same sizes."""
 ALIKE = dict(SAME_SIZES)
-RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|in21k|checkpoints|v\d+\.\d+|\d{4})$"
+RELEASE = r"-(instruct|base|chat|hf|it|pt|think|thinking|cased|uncased|fp8|bf16|1m|in21k|checkpoints|v\d+\.\d+|\d{4})$"
 """End of a name that tells a training, a number format or a date, and changes no size."""
 
 
@@ -225,14 +233,14 @@ def known_name(told: str) -> str | None:
     cached = re.search(r"models--[^/]+--([^/]+)/snapshots/", told)
     last = cached[1] if cached else told.rstrip("/").rpartition("/")[2]
     name = last.lower().replace("___", ".").replace("_", "-").removesuffix(".yaml")
-    name = re.sub(r"^llama-?(?=\d)", "llama-", name.removeprefix("meta-"))
-    names = model_names()
-    if (plain := re.sub(r"(?:moe)?(?:model)?provider|-", "", name)) != name.replace("-", ""):
+    name, names = name.removeprefix("meta-"), model_names()
+    apart = re.sub(r"^([a-z]+)(?=\d)", r"\1-", name)  # llama3-8b, gemma2-9b
+    if (plain := re.sub(r"(?:moe)?(?:model)?provider|-|(?<=\d)p(?=\d)", "", name)) != name.replace("-", ""):
         return next((known_name(each) for each in (*names, *ALIKE) if re.sub(r"[-.]", "", each) == plain), None)
     while name not in ALIKE and name not in names:
         shorter = re.sub(RELEASE, "", name)
         if shorter == name:
-            return None
+            return None if apart == told else known_name(apart)
         name = shorter
     return name if name in names else ALIKE[name]
 

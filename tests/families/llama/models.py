@@ -205,30 +205,3 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
             names = INSIDE | (NORMS_BOTH if model.norms == "both" else {})
             theirs[f"{place}.{names[part]}.{kind}"] = rows
     return theirs
-
-
-COUNTS = {
-    "smollm2-135m": 134_515_008,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "mistral-7b": 7_248_023_552,
-    "phi-3-mini-4k": 3_821_079_552,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-3-1b": 999_885_952,
-    "olmo-2-7b": 7_298_617_344,
-    "olmo-3-7b": 7_298_011_136,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "smollm3-3b": 3_075_098_624,
-    "mistral-7b-0.1": 7_241_732_096,
-    "llama-mini": 9_900_000,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-mini": 19_400_000,
-}
-"""Parameters of each size, as published by the authors; the sizes for laptops have about these numbers."""

@@ -17,7 +17,6 @@ from meshwright.ranks.mesh import Mesh
 from tests.compute.models.harness import random_model, train_both
 from tests.families.llama.logits import CLAMPS_BY_CONFIG
 from tests.families.llama.models import (
-    COUNTS,
     ONE,
     STEPS,
     B,
@@ -29,6 +28,7 @@ from tests.families.llama.models import (
     losses_of,
     their_logits,
 )
+from tests.families.llama.sizes import COUNTS
 from tests.workers import run_ranks
 
 THEIRS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "olmo3", "gemma2", "gemma3", "phi3", "gpt_oss")
