@@ -313,9 +313,9 @@ OF_THE_LAUNCH = (
 
 
 def precision_of(account: Account) -> str:
-    """Return the precision: bf16 unless the file sets fp16 or turns mixed precision off (float32)."""
+    """Return the precision: bf16 unless the file sets fp16, or turns mixed precision off without FP8 (float32)."""
     told = str(account.get("bf16", default=True)).lower()
-    usual = "float32" if told in ("false", "no", "off") else "bf16"
+    usual = "float32" if told in ("false", "no", "off") and not account.flag("fp8") else "bf16"
     half = account.word("mixed_precision", known=PRECISIONS, default=usual)
     return "fp16" if account.flag("fp16") else str(half)
 

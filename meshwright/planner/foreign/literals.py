@@ -25,6 +25,7 @@ from typing import Any
 from meshwright.ranks.errors import ConfigError
 
 CALLED = "()"
+ELSEWHERE = "a function of another file"
 """The key for a called function's name: `training.()` is TrainingConfig."""
 MOST_CALLS = 20
 """Most nested calls between functions of the file."""
@@ -77,7 +78,8 @@ def computed(text: str) -> Any:
 
 def named_function(path: Path, function: str | None) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a function of a file sets, and the unknown conditions of branches that set fields. The
-    fields of a call's result outside functions, `config = JobConfig(...)`, are returned by the variable's name.
+    fields of a call's result outside functions, `config = JobConfig(...)`, are returned by the variable's name. Fields
+    that begin as the result of another file's function have an entry `base()`, with ELSEWHERE.
 
     Raises:
         ConfigError: The file has no such function or variable, or none is named.
@@ -92,7 +94,11 @@ def named_function(path: Path, function: str | None) -> tuple[dict[str, Any], li
         offered = [name for name in names if not name.startswith("_")][:8]
         raise ConfigError.of("--from", path, rule, " or ".join(f"{path}:{name}" for name in offered))
     undecided: list[str] = []
-    return fields_of_function(text, str(function), undecided), undecided
+    fields = fields_of_function(text, str(function), undecided)
+    base = str(fields.get(CALLED, ""))
+    if base and not base.rpartition(".")[2][0].isupper():  # a function, no class: its fields are unknown here
+        fields[f"{base}()"] = ELSEWHERE
+    return fields, undecided
 
 
 def fields_of_function(text: str, name: str, undecided: list[str] | None = None) -> dict[str, Any]:

@@ -90,13 +90,27 @@ SHARDS = (("no_shard", "allreduce"), ("optim_grads_params", "zero3"), ("optim_gr
 
 
 PRIMUS = {"bf16": True, "use-distributed-optimizer": True, "micro-batch-size": 2, "global-batch-size": 16}
-PRIMUS_SOURCE = "Primus' default (configs/modules/megatron/pre_trainer.yaml)"
 SWIFT = {
     "bf16": True, "use-distributed-optimizer": True, "micro-batch-size": 1, "global-batch-size": 16,
     "expert-tensor-parallel-size": 1, "moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": True,
     "recompute-granularity": "selective", "cross-entropy-loss-fusion": True,
 }  # fmt: skip
-SWIFT_SOURCE = "ms-swift's default (megatron/arguments/megatron_args.py)"
+
+
+BRIDGE: Mapping[str, Mapping[str, Any]] = {
+    "_pretrain_common": {"micro-batch-size": 2, "global-batch-size": 32, "seq-length": 4096},
+    "_sft_common": {
+        "micro-batch-size": 1, "global-batch-size": 128, "seq-length": 2048, "overlap-grad-reduce": False,
+        "overlap-param-gather": False,
+    },
+}  # fmt: skip
+"""Values of the functions that Megatron-Bridge's recipes begin with."""
+DEFAULTS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "primus": (PRIMUS, "Primus' default (configs/modules/megatron/pre_trainer.yaml)"),
+    "swift": (SWIFT, "ms-swift's default (megatron/arguments/megatron_args.py)"),
+    **{name: (values, f"Megatron-Bridge's {name} (recipes/common.py)") for name, values in BRIDGE.items()},
+}
+"""Values of programs that start Megatron-LM, with the source."""
 
 
 class Arguments:
@@ -162,9 +176,13 @@ class Arguments:
         """List a flag as left out."""
         self.account.leave(self._full.get(flag, flag))
 
-    def on(self, flag: str) -> bool:
-        """Return True if a switch is on. The word after a switch may be the script's name."""
-        value = self.get(flag, False)
+    def has(self, section: str) -> bool:
+        """Return True if the file sets a field of a section."""
+        return any(name.startswith(f"{section}.") for name in self._full.values())
+
+    def on(self, flag: str, usual: bool = False) -> bool:
+        """Return True if a switch is on; `usual` without the flag. The word after a switch may be the script's name."""
+        value = self.get(flag, usual)
         return value if isinstance(value, bool) else str(value).lower() not in ("false", "0", "no")
 
 
@@ -175,15 +193,23 @@ def is_megatron(tree: Mapping[str, Any]) -> bool:
 
 
 def read_recipe(path: Path, function: str | None, asked: Asked) -> ForeignJob:
-    """Read the job of a function of a Megatron-Bridge recipe without running the recipe. Raises ConfigError as
-    named_function."""
+    """Read the job of a function of a Megatron-Bridge recipe without running the recipe.
+
+    Raises:
+        ConfigError: As named_function; or the recipe trains adapters.
+    """
     fields, undecided = named_function(path, function)
+    base = str(fields.get(CALLED, "")).rpartition(".")[2]
+    if base.startswith("_peft_common") or isinstance(fields.get("peft"), dict):
+        raise ConfigError.of("peft", "given", "trains no whole weights", "a recipe without peft")
+    if base in BRIDGE:
+        fields.pop(f"{fields[CALLED]}()")
     mixed = fields.get("mixed_precision")
     if isinstance(mixed, dict) and mixed.get(CALLED, "MixedPrecisionConfig") != "MixedPrecisionConfig":
         # `fp16_mixed()` or `get_mixed_precision_config("fp16_mixed")`, with fields that are set later.
         told, called = mixed.pop("0", None), mixed.pop(CALLED)
         fields["mixed_precision"] = mixed | {"mixed_precision": told if isinstance(told, str) else called}
-    job = read_arguments(path, asked, fields, bridge=True)
+    job = read_arguments(path, asked, fields, bridge=base or "ConfigContainer")
     job.account.assume_neither(undecided)
     return job
 
@@ -201,7 +227,7 @@ def resolved(value: Any) -> Any:
 
 
 def read_arguments(
-    path: Path, asked: Asked, tree: Mapping[str, Any], bridge: bool = False, swift: bool = False,
+    path: Path, asked: Asked, tree: Mapping[str, Any], bridge: str = "", swift: bool = False,
     files: Mapping[str, str] | None = None,
 ) -> ForeignJob:  # fmt: skip
     """Read the job of Megatron's arguments.
@@ -210,7 +236,8 @@ def read_arguments(
         path: The file, for errors.
         asked: The options.
         tree: The arguments by flag, or nested by section.
-        bridge: True: missing arguments have Megatron-Bridge's defaults: bf16, a distributed optimizer, overlap.
+        bridge: The function of Megatron-Bridge with which a recipe begins; empty: no recipe. Missing arguments of a
+            recipe have Megatron-Bridge's defaults: bf16, a distributed optimizer, overlap, and the values of BRIDGE.
         swift: True: missing arguments have ms-swift's defaults.
         files: Texts that the script writes, by file name; DeepSpeed's JSON may be one of these.
 
@@ -218,7 +245,7 @@ def read_arguments(
         ConfigError: The sizes are neither in the file nor an option, or an argument cannot be planned.
     """
     primus = "modules" in tree
-    defaults, source = (PRIMUS, PRIMUS_SOURCE) if primus else (SWIFT, SWIFT_SOURCE) if swift else ({}, "")
+    defaults, source = DEFAULTS.get("primus" if primus else "swift" if swift else bridge, ({}, ""))
     given = Arguments(resolved(tree) if primus else tree, defaults, source)
     account = given.account
     trainer.refuse_adapters({name.replace("-", "_"): value for name, value in tree.items()} if swift else {})
@@ -229,9 +256,9 @@ def read_arguments(
         complete(model, given, given.number("tensor-model-parallel-size"))
     inner = json_of(path, given, files or {})
     offload = zero.offload_of(inner)
-    half = precision_of(given, bridge)
-    sync = zero.sync_of(inner, half) if given.on("deepspeed") else sync_of(given, bridge)
-    degrees, sent = degrees_of(given, asked.devices, model, sync, bridge)
+    half = precision_of(given, bool(bridge))
+    sync = zero.sync_of(inner, half) if given.on("deepspeed") else sync_of(given, bool(bridge))
+    degrees, sent = degrees_of(given, asked.devices, model, sync, bool(bridge))
     stages = degrees.stages
     started = given.hinted("nnodes") * given.hinted("nproc-per-node") or given.hinted("started")
     if started and started != asked.devices:
@@ -248,9 +275,14 @@ def read_arguments(
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
     given.agree("optimizer-offload-fraction", "1", "1.0")
+    given.agree("fine-grained-activation-offloading", "false")
+    if str(given.get("cuda-graph-impl", "none")).lower() == "none":
+        given.get("cuda-graph-scope")
+    else:
+        given.leave("cuda-graph-impl")
     if stages == 1:
         given.agree("no-pipeline-parallel", "true")
-    facts = (*facts_of(given, bridge), *zero.overlapped(inner), *sent, *degrees.expert_facts(asked.devices))
+    facts = (*facts_of(given, bool(bridge)), *zero.overlapped(inner), *sent, *degrees.expert_facts(asked.devices))
     account.merge(inner, "deepspeed.")
     program = "deepspeed" if given.on("deepspeed") else "megatron-core"
     return ForeignJob(program, run, account, facts, "arguments")
@@ -728,7 +760,15 @@ def facts_of(given: Arguments, bridge: bool) -> tuple[str, ...]:
         facts.append(f"host_layers={layers}")
         if given.on("cpu-offloading-weights"):
             given.leave("cpu-offloading-weights")
-    under = [name for flag, name in OVERLAPS if given.on(flag) or (bridge and name in ("sums", "gathers"))]
+    # comm_overlap, if set, replaces the fields of ddp (Megatron-Bridge's training/comm_overlap.py, setup).
+    section = "comm_overlap." if bridge and given.has("comm_overlap") else ""
+    under = []
+    for flag, name in OVERLAPS:
+        usual = bridge and name in ("sums", "gathers")
+        on = given.on(flag, usual)
+        if usual and section:
+            on = given.account.flag(section + flag.replace("-", "_"), default=True)
+        under += [name] if on else []
     if given.on("deepspeed"):  # its JSON says overlap_comm
         return tuple(facts)
     return (*facts, f"overlapped={','.join(under) or '[]'}")

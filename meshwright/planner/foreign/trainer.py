@@ -22,7 +22,8 @@ finetuning_type use_peft use_lora chat_template* shuffle* split* fp8_backend ver
 multi_gpu use_fsdp use_deepspeed fsdp_config.*wrap* fsdp_config.*state_dict_type fsdp_config.*prefetch*
 fsdp_config.*orig_params fsdp_config.*limit_all_gathers fsdp_config.*sync_module* fsdp_config.*ram_efficient*
 fsdp_config.*min_num_params fsdp_config.*version gradient_checkpointing_kwargs* include_* remove_* epochs n_epochs
-disable_tqdm model_revision torchrun_* local_rank max_restarts tee standalone bf16_full_eval fp16_full_eval
+disable_tqdm model_revision rope_scaling* eos_token pad_token assistant_only_loss completion_only_loss average_tokens*
+torchrun_* local_rank max_restarts tee standalone bf16_full_eval fp16_full_eval
 """
 """Arguments that change neither seconds nor bytes of a step."""
 LENGTHS = ("max_seq_length", "max_seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
@@ -107,9 +108,12 @@ def length_of(account: Account, *, trl: bool = False) -> Any:
 
 
 def half_of(account: Account, *, trl: bool = False) -> str | None:
-    """Return fp16 or bf16 if an argument, or TRL's default, says so."""
+    """Return fp16 or bf16 if an argument, or TRL's default, says so. With FP8 Accelerate casts to bf16, also if bf16 is
+    false (utils/modeling.py, get_mixed_precision_context_manager)."""
     word = str(account.get("mixed_precision", default="")).lower()
     half = next((half for half in ("fp16", "bf16") if account.flag(half) or word == half), None)
+    if half is None and (word == "fp8" or account.flag("fp8")):
+        return "bf16"
     if half is None and trl and not account.says("bf16"):
         account.assume("bf16", True, TRL)
         return "bf16"
@@ -151,7 +155,7 @@ def weights_of(account: Account, precision: str, *, sharded: bool) -> Tree:
 
 def of_liger(account: Account) -> tuple[str, ...]:
     """Return facts of Liger's kernels: a head that holds the logits of some tokens at a time, and fused norms."""
-    if not account.flag("use_liger_kernel", "enable_liger_kernel"):
+    if not account.flag("use_liger_kernel", "enable_liger_kernel", "use_liger"):
         return ()
     facts = (("fused_linear_cross_entropy", "logits=slices"), ("rms_norm", "norms=fast"))
     return tuple(fact for name, fact in facts if account.flag(f"liger_kernel_config.{name}", default=True))

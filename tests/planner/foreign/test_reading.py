@@ -788,6 +788,53 @@ def test_the_formats_of_a_recipe_are_read(mixed: str, dtype: str, products: list
     assert is_left == any(word in mixed for word in ("nvfp4", "another"))
 
 
+RECIPE = (
+    "from megatron.bridge import AutoBridge\n"
+    "def mine():\n    cfg = {}()\n    cfg.model = Llama32ModelProvider1B()\n    cfg.model.seq_length = 4096\n"
+)
+
+
+@pytest.mark.parametrize(
+    "base, fields, batch, micro, overlapped, left",
+    [
+        ("_pretrain_common", [], 32, 2, "sums,gathers", []),
+        ("recipes.common._pretrain_common", ["ddp.overlap_grad_reduce = False"], 32, 2, "gathers", []),
+        ("_pretrain_common", ["train.global_batch_size = 64", "train.micro_batch_size = 1"], 64, 1, "sums,gathers", []),
+        ("_sft_common", [], 128, 1, "[]", []),
+        ("_sft_common", ["ddp.overlap_grad_reduce = True"], 128, 1, "sums", []),
+        # comm_overlap replaces the fields of ddp.
+        ("_sft_common", ["comm_overlap = CommOverlapConfig(tp_comm_overlap=False)"], 128, 1, "sums,gathers", []),
+        ("_pretrain_common", [
+            "ddp.overlap_grad_reduce = False",
+            "comm_overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_param_gather=False)",
+         ], 32, 2, "sums", []),
+        ("ours", ["train.global_batch_size = 8"], 8, 1, "sums,gathers", ["ours()"]),
+        ("other.ours", ["train.global_batch_size = 8"], 8, 1, "sums,gathers", ["other.ours()"]),
+        ("ConfigContainer", ["train.global_batch_size = 8"], 8, 1, "sums,gathers", []),
+    ],
+)  # fmt: skip
+def test_a_recipe_begins_with_a_function_of_the_program(
+    base: str, fields: list[str], batch: int, micro: int, overlapped: str, left: list[str], tmp_path: Path
+) -> None:
+    """Values of a function of another file are those of Megatron-Bridge's file, or the function is left out."""
+    text = RECIPE.format(base) + "".join(f"    cfg.{field}\n" for field in fields) + "    return cfg\n"
+    (tmp_path / "recipe.py").write_text(text)
+    job = read_foreign(tmp_path / "recipe.py:mine", Asked(devices=8))
+    config = parse_config(job.run | {"layout": job.run["layout"] | {"ranks_per_node": 8}}, unread=ELSEWHERE)
+    assert (config.batch.global_, config.micro) == (batch, micro)
+    assert f"overlapped={overlapped}" in job.facts
+    assert sorted(job.account.left_out) == left
+
+
+@pytest.mark.parametrize(
+    "base, field", [("_peft_common", "rng.seed = 1"), ("_sft_common", 'peft = default_peft_config("lora")')]
+)
+def test_a_recipe_of_adapters_is_refused(base: str, field: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE.format(base) + f"    cfg.{field}\n    return cfg\n")
+    with pytest.raises(ConfigError, match="peft=given trains no whole weights"):
+        read_foreign(tmp_path / "recipe.py:mine", Asked(devices=8))
+
+
 FILES_OF_LINES = {
     "sft.yaml": "model_name_or_path: meta-llama/Llama-3.1-8B\nfinetuning_type: full\ncutoff_len: 4096\nbf16: true\n"
                 "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n",

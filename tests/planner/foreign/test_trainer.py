@@ -74,6 +74,26 @@ def test_weights_are_stored_in_bf16_where_the_program_leaves_them(
 
 
 @pytest.mark.parametrize(
+    "name, text, precision",
+    [
+        ("a.yaml", f"{FACTORY}bf16: false\nfp8: true", "bf16"),
+        ("b.yaml", f"{FACTORY}bf16: false\nfp8: true\nfsdp: full_shard", "bf16"),
+        ("c.yaml", f"{AXOLOTL}{FSDP}bf16: false\nfp8: true", "bf16"),
+        ("d.sh", f"accelerate launch --mixed_precision fp8 {LINE.removeprefix('torchrun ')}", "bf16"),
+        ("e.yaml", f"{FACTORY}fp16: true\nfp8: true", "fp16"),
+        ("f.yaml", f"{FACTORY}bf16: false", "float32"),
+        ("g.yaml", f"{AXOLOTL}{FSDP}bf16: false", "float32"),
+    ],
+)
+def test_fp8_is_mixed_precision_with_bf16(name: str, text: str, precision: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    job = read_foreign(tmp_path / name, ONE_B)
+    layout = job.run["layout"] | {"ranks_per_node": 8}
+    assert parse_config(job.run | {"layout": layout}, unread=ELSEWHERE).precision.dtype == precision
+    assert ("products=fp8" in job.facts) == ("fp8" in text)
+
+
+@pytest.mark.parametrize(
     "name, text, facts, left_out",
     [
         ("a.yaml", f"{TRL}use_liger_kernel: true", {"logits=slices", "norms=fast"}, []),
