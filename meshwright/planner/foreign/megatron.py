@@ -58,7 +58,7 @@ downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_c
 *dataset.pa[!c]* *query-key-layer-scaling extra-vocab-size
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
-GPT2_TOKENS = 50257
+GPT2_TOKENS, QWEN_TOKENS = 50257, 151643
 VOCABULARIES = (
     ("gpt2", GPT2_TOKENS), ("llama2", 32000), ("llama3", 128256), ("deepseekv3", 129280), ("mixtral", 32000),
 )  # fmt: skip
@@ -182,6 +182,12 @@ class Arguments:
 
     def on(self, flag: str, usual: bool = False) -> bool:
         """Return True if a switch is on; `usual` without the flag. The word after a switch may be the script's name."""
+        name = self._full.get(flag, flag)
+        word = str(self.account.get(name))
+        if re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", word):  # further arguments, or none
+            self.account.assume(word, "empty", "the script does not set the variable")
+            self.account.read[name] = True
+            return True
         value = self.get(flag, usual)
         return value if isinstance(value, bool) else str(value).lower() not in ("false", "0", "no")
 
@@ -534,12 +540,16 @@ def vocabulary_of(given: Arguments) -> tuple[int, str]:
         return read_model(model).vocabulary, f"of --tokenizer-model, as {model} has; {lacks}"
     for flag in ("patch-tokenizer-type", "tokenizer-type", "tokenizer-model"):
         told = re.sub(r"[-_.\s]", "", given.told(flag).lower())
+        if "qwen" in told and (extra := given.number("extra-vocab-size", 0)):  # Pai-Megatron-Patch does not pad
+            return QWEN_TOKENS + extra, f"of --{flag} and --extra-vocab-size; {lacks}"
         if tokens := next((tokens for word, tokens in VOCABULARIES if word in told), 0):
             return tokens, f"of --{flag}; {lacks}"
         families = {re.sub(r"\W", "", each.partition("-")[0]): each for each in reversed(model_names())}
         named = [word for word in sorted(families, key=len) if re.search(r"[a-z]{3}\d", word) and word in told]
         if named:
             return read_model(families[named[-1]]).vocabulary, f"of --{flag}, as {families[named[-1]]} has; {lacks}"
+        if "qwen" in told:
+            return QWEN_TOKENS, f"of --{flag}; {lacks}"
     return GPT2_TOKENS, f"GPT-2's; {lacks}"
 
 

@@ -739,6 +739,17 @@ def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str
     assert model.padded_vocabulary == 50432, "a multiple of 128 on each of two ranks"
 
 
+def test_a_variable_behind_a_switch_may_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(f"{SMALL} --use-distributed-optimizer ${{MORE}} --overlap-grad-reduce $MORE_YET")
+    job = read_foreign(tmp_path / "job.sh", Asked(devices=8))
+    assert job.run["layout"]["data"]["sync"] == "zero1"
+    assert job.facts == ("overlapped=sums",)
+    assert {"${MORE}", "$MORE_YET"} <= job.account.assumed.keys()
+    (tmp_path / "job.sh").write_text(f"{SMALL} --use-distributed-optimizer $1")
+    with pytest.raises(ConfigError, match="is an argument of the script"):
+        read_foreign(tmp_path / "job.sh", Asked(devices=8))
+
+
 @pytest.mark.parametrize(
     "words, tokens",
     [
@@ -749,6 +760,8 @@ def test_models_of_megatron_are_planned_as_they_are(words: str, fields: dict[str
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen2.5-0.5B", 151936),
         ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $1", 50257),
         ("--patch-tokenizer-type Qwen3Tokenizer --extra-vocab-size 293", 151936),
+        ("--patch-tokenizer-type Qwen2Tokenizer --extra-vocab-size 421", 152064),
+        ("--tokenizer-type QwenTokenizer", 151643),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /data/qwen3.5_tokens", 248320),
     ],
 )
