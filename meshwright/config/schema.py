@@ -430,6 +430,11 @@ class Config(Section):
         return (axis, size // count) if size > count and size % count == 0 else None
 
     @property
+    def accumulates(self) -> bool:
+        """True if a step adds up the gradients of several microbatches."""
+        return self.num_microbatches > 1
+
+    @property
     def widens_gradients(self) -> bool:
         """True if half-precision weights have float32 gradients. With one microbatch nothing is accumulated."""
-        return self.precision.accumulate == "float32" and self.num_microbatches > 1
+        return self.precision.accumulate == "float32" and self.accumulates

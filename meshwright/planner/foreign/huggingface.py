@@ -87,7 +87,7 @@ def read_accelerate(
         offload="host" if account.flag("fsdp_config.fsdp_offload_params") else "none", tf32=line.flag("tf32"),
     )  # fmt: skip
     stored = trainer.weights_of(line, precision, sharded=sharded)
-    facts = (*compiled(account), *trainer.of_liger(line))
+    facts = (*compiled(account), *trainer.facts_of(line))
     account.merge(line, "--")
     return ForeignJob("fsdp", run | stored, account, facts, "accelerate")
 
@@ -132,7 +132,7 @@ def read_trainer(
         path=path, offload="host" if host else "none",
     )  # fmt: skip
     stored = trainer.weights_of(account, precision, sharded=sharded)
-    facts = (*compiled(account), *trainer.of_liger(account))
+    facts = (*compiled(account), *trainer.facts_of(account))
     return ForeignJob("fsdp", run | stored, account, facts, "accelerate")
 
 
@@ -282,7 +282,7 @@ def read_deepspeed(
     )  # fmt: skip
     if half != "float32":
         line.get(*trainer.WEIGHTS)  # DeepSpeed has float32 masters of any weights (runtime/bf16_optimizer.py)
-    facts = (*zero.overlapped(inner), *compiled(line), *trainer.of_liger(line))
+    facts = (*zero.overlapped(inner), *compiled(line), *trainer.facts_of(line))
     outer.merge(inner, "deepspeed.")
     outer.merge(line, prefix)
     return ForeignJob("deepspeed-trainer", run, outer, facts, "deepspeed")

@@ -46,6 +46,7 @@ OF_FACTORY = ("finetuning_type", "stage", "template", "cutoff_len")
 """Fields of LLaMA-Factory's YAML that TRL's has not."""
 WEIGHTS = ("torch_dtype", "dtype")
 """Names of the dtype of loaded weights: of TRL until 2025 and of ms-swift, of TRL since."""
+ACCUMULATION = "accelerator_config.gradient_accumulation_kwargs"
 BF16, FLOAT32 = ("bf16", "bfloat16", "torch.bfloat16"), ("float32", "fp32", "torch.float32", "false")
 """Words for these dtypes; false turns LLaMA-Factory's pure_bf16 off."""
 NAMES = ("model_name_or_path", "model_name", "model_id", "model")
@@ -153,9 +154,11 @@ def weights_of(account: Account, precision: str, *, sharded: bool) -> Tree:
     return {}
 
 
-def of_liger(account: Account) -> tuple[str, ...]:
-    """Return facts of Liger's kernels: a head that holds the logits of some tokens at a time, and fused norms."""
+def facts_of(account: Account) -> tuple[str, ...]:
+    """Return facts of the arguments: sums of gradients in every microbatch; Liger's kernels, which are a head that
+    holds the logits of some tokens at a time, and fused norms."""
+    sums = ("sums=microbatch",) if account.flag(f"{ACCUMULATION}.sync_each_batch") else ()
     if not account.flag("use_liger_kernel", "enable_liger_kernel", "use_liger"):
-        return ()
+        return sums
     facts = (("fused_linear_cross_entropy", "logits=slices"), ("rms_norm", "norms=fast"))
-    return tuple(fact for name, fact in facts if account.flag(f"liger_kernel_config.{name}", default=True))
+    return (*sums, *(fact for name, fact in facts if account.flag(f"liger_kernel_config.{name}", default=True)))

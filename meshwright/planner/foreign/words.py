@@ -194,6 +194,8 @@ def accelerate_words(config: Config, program: Program) -> Iterator[str]:
     yield f"# per_device_train_batch_size: {config.micro}, gradient_accumulation_steps: {config.num_microbatches}"
     if stored:
         yield "# the Trainer's arguments: torch_dtype: bfloat16"
+    if program.software.sums == "microbatch" and data.strategy.slices:
+        yield "# the Trainer's arguments: accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}"
 
 
 def axolotl_words(config: Config, program: Program) -> Iterator[str]:
@@ -244,6 +246,8 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
     yield f"  sequence_parallel: {str(_tensor(config) > 1 and layout.tensor.cuts_sequences).lower()}"
     yield f"  activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
     yield f"  reshard_after_forward: {str(data.strategy.gathers).lower()}"
+    if program.software.sums == "microbatch":
+        yield "  defer_fsdp_grad_sync: false"
     if stages > 1:
         chunks = layout.pipeline.chunks
         yield "  pipeline:"

@@ -290,11 +290,12 @@ class HeldParameters:
 class Buckets:
     """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32. `low_weight`:
     bytes of an element of a linear's weight beyond the run's format (Software.low_weight). `nearest`:
-    Software.rounding is nearest."""
+    Software.rounding is nearest. `late`: Software.sums is step."""
 
     casts: bool = False
     low_weight: float = 0.0
     nearest: bool = False
+    late: bool = False
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
         """Return a rank's buckets, in the order in which buckets are sent."""
@@ -304,6 +305,7 @@ class Buckets:
             grid = Grid(tuple((name, 1) for name in grid.names), (grid.names[0], 1) if grid.copies else None)
         sync = config.layout.data.strategy
         policy, widens = load_entry(sync.policy)(), config.widens_gradients
+        late = self.late and sync.slices and config.accumulates
         buckets: list[PlannedBucket] = []
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
         known: dict[Hashable, tuple[Any, ...]] = {}
@@ -321,7 +323,7 @@ class Buckets:
                     comms[key.sum_axes] = mesh.comm(*key.sum_axes), each
                 comm, sizes = comms[key.sum_axes]
                 num_elements = padded(elements, comm.size)
-                summed_in = gradient_dtype(key.dtype, widens)
+                summed_in = key.dtype if late else gradient_dtype(key.dtype, widens)
                 ranks = tuple(zip(key.sum_axes, sizes, strict=True))
                 sums = self._sums(
                     sync.policy, key.dtype, summed_in, num_elements, ranks, comm.index, key.segments, key.rule.trained
@@ -341,7 +343,7 @@ class Buckets:
                 low_bytes = round(self.low_weight * low_elements(names, shapes))
             buckets.append(PlannedBucket(
                 key, summed_in, names, num_elements, stepped, num_ranks, matrices, policy.blocks, parts_back,
-                waits, sync.slices, casts, self.nearest, low_bytes, sums,
+                waits or late, sync.slices, casts, self.nearest, low_bytes, sums,
             ))  # fmt: skip
         return buckets
 

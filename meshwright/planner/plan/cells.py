@@ -56,7 +56,7 @@ cut; layers; the model. A later bound needs more recordings."""
 _Held = dict[Tail, tuple[HeldStage, ...]]
 _Alone = tuple[str, int, str, bool]
 """The facts on which a family's memory without activations depends: the name of the changed field, chunks, placement,
-are gradients widened."""
+are gradients of several microbatches added up."""
 
 
 @dataclass(eq=False)
@@ -90,9 +90,9 @@ class Bounds:
         return self.judge.shares(self.config)
 
     @cached_property
-    def widens(self) -> bool:
-        """True if gradients are float32 sums of half-precision ones."""
-        return self.config.widens_gradients
+    def accumulates(self) -> bool:
+        """True if gradients of several microbatches are added up."""
+        return self.config.accumulates
 
     @cached_property
     def recorded(self) -> Collection[int]:
@@ -312,7 +312,7 @@ class Cell:
         return known[key]
 
     def _alone_key(self, tail: Tail, field: str) -> _Alone:
-        return field, tail.pipeline.chunks, tail.pipeline.placement, self.bounds.widens
+        return field, tail.pipeline.chunks, tail.pipeline.placement, self.bounds.accumulates
 
     def activations(self, tail: Tail) -> tuple[HeldStage, ...]:
         """Return Estimates.held_activations of the layout."""

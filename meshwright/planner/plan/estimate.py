@@ -49,7 +49,7 @@ WEIGHTS = (
 )  # fmt: skip
 """Fields that weights, gradients and states depend on, except for the gradients' type and the partition."""
 
-WIDENS = "widens_gradients"
+WIDENS, ACCUMULATES = "widens_gradients", "accumulates"
 
 SURE = 0.99
 """Factor that makes estimated seconds a lower bound of predicted ones."""
@@ -138,7 +138,7 @@ class Estimates:
         ending = self._ending(config, self._partition(config))
         # Slices are summed among a shard's ranks for every microbatch. The rest, or whole gradients, are summed once,
         # under the last task of the phase. Buckets of other chunks than the last task's have been sent before.
-        earlier = config.num_microbatches - 1 if config.layout.data.strategy.slices else 0
+        earlier = self._earlier_sums(config)
         reduce = ending.reduce / config.layout.pipeline.chunks
         final = reduce + ending.across / config.layout.pipeline.chunks
         gather = 2 * config.num_microbatches * ending.gather
@@ -151,6 +151,11 @@ class Estimates:
         hidden = slowed(earlier * reduce + final + gather + ending.publish - exposed, ending.tax)
         steps = 0.0 if streams(config) else ending.steps
         return SURE * (passes.seconds + exposed + hidden + ending.norm + steps)
+
+    def _earlier_sums(self, config: Config) -> int:
+        """Return the number of sums of sliced gradients before the step's last microbatch."""
+        sums = config.layout.data.strategy.slices and not self.planner.buckets.late
+        return config.num_microbatches - 1 if sums else 0
 
     def least_with_sums(self, config: Config, every: tuple[Links, ...], cutoff: float) -> float:
         """Return a lower bound of estimated_seconds in the config's order of axes, on one stage, which counts
@@ -169,7 +174,7 @@ class Estimates:
             return least
         ending, count = self._ending(config, self._partition(config)), config.num_microbatches
         # A step of P seconds has `count` backward passes and as many forward passes, of `forward` seconds at least.
-        earlier = count - 1 if config.layout.data.strategy.slices else 0
+        earlier = self._earlier_sums(config)
         final, in_forward = ending.reduce + ending.across, ending.overlaps * forward
         # (seconds, the share of P that hides these)
         hidden = [
@@ -371,10 +376,7 @@ class Estimates:
         axes."""
         return self.alone_memory(config)[0]
 
-    @remembered(
-        *WEIGHTS, WIDENS, "layout.transport", "layout.pipeline.partition",
-        "layout.pipeline.head",
-    )  # fmt: skip
+    @remembered(*WEIGHTS, ACCUMULATES, "layout.transport", "layout.pipeline.partition", "layout.pipeline.head")
     def _alone_memory(self, config: Config, partition: tuple[int, ...]) -> tuple[Memory, int]:
         check(config)
         data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
@@ -385,7 +387,7 @@ class Estimates:
         if memory.total > device.memory_bytes:  # does not fit even without buckets
             return memory, 0
         buckets = self._buckets_of_fullest(config, partition)
-        ordered = replaced(config, "layout.order", "auto", WIDENS)  # all orders have equal numbers of ranks
+        ordered = replaced(config, "layout.order", "auto", ACCUMULATES)  # all orders have equal numbers of ranks
         memory = memory_of(ordered, buckets, Peak(0, 0), self.planner.site)
         links = self.planner.cluster.links.get(transport_on(self.planner.cluster, config))
         communicators = least_communicator_bytes(ordered, links.channels if links else 0)
@@ -449,7 +451,7 @@ class Estimates:
             stage[-1][0].part.outgoing_bytes,
         )
 
-    @remembered(*WEIGHTS, WIDENS, "layout.transport", "layout.order", "batch.global_")
+    @remembered(*WEIGHTS, ACCUMULATES, "layout.transport", "layout.order", "batch.global_")
     def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
         fullest, held = self._fullest(config, partition, placement_of(config))
         stage = StagePlan((), held.parameters)
@@ -457,7 +459,7 @@ class Estimates:
         # A step of one microbatch has the same ending under any schedule.
         pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
         batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
-        single_step = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
+        single_step = replaced(replaced(config, "layout.pipeline", pipeline, ACCUMULATES), "batch", batch, ACCUMULATES)
         run = TimedRun(self.planner.site, self.planner.buckets, single_step, [stage], planned)
         known: dict[Hashable, tuple[Sum, float]] = {}
         every = []
@@ -522,11 +524,11 @@ class Estimates:
         tied = {each.name for each in parts[-1]} & {each.name for each in parts[len(alike)]}
         return stage, HeldParameters(tuple(parameters.values()), frozenset(tied if placement.last_stage else ()))
 
-    @remembered(*WEIGHTS, WIDENS)
+    @remembered(*WEIGHTS, ACCUMULATES)
     def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
         """Return the buckets of the stage with most elements, equal in every order of axes."""
         _, held = self._fullest(config, partition, placement_of(config))
-        return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
+        return self.planner.buckets.of(replaced(config, "layout.order", "auto", ACCUMULATES), 0, held)
 
     @remembered(
         "model", "data", "loss", "precision.products", "replica_batch", "layout.pipeline.size",

@@ -108,6 +108,9 @@ class Software(Section):
     """Workspaces of the additional streams that multiply a model's experts."""
     layers_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """Workspaces of products that run beside the messages between a layer's tensor ranks, cut by sequence."""
+    sums: Literal["microbatch", "step"] = "microbatch"
+    """How often sliced gradients are summed: in every microbatch; or once a step, until which a rank holds whole ones
+    in the weights' dtype, as under no_sync of torch's FSDP."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
     builds: Literal["whole", "parts"] = "whole"

@@ -21,6 +21,10 @@ TRL = "model_name_or_path: meta-llama/Llama-3.2-1B\nper_device_train_batch_size:
 FACTORY = TRL.replace("max_length", "finetuning_type: full\ncutoff_len")
 AXOLOTL = "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 64\nmicro_batch_size: 1\n"
 FSDP = "fsdp_config: {reshard_after_forward: true}\n"
+AUTOMODEL = (
+    "model: {pretrained_model_name_or_path: meta-llama/Llama-3.2-1B}\ndataset: {seq_length: 64}\n"
+    "step_scheduler: {global_batch_size: 64, local_batch_size: 1}\ndistributed: {strategy: fsdp2"
+)
 ACCELERATE = {
     "sharded.yaml": "{distributed_type: FSDP, mixed_precision: bf16, num_processes: 8}",
     "whole.yaml": "{distributed_type: MULTI_GPU, mixed_precision: bf16, num_processes: 8}",
@@ -91,6 +95,35 @@ def test_fp8_is_mixed_precision_with_bf16(name: str, text: str, precision: str, 
     layout = job.run["layout"] | {"ranks_per_node": 8}
     assert parse_config(job.run | {"layout": layout}, unread=ELSEWHERE).precision.dtype == precision
     assert ("products=fp8" in job.facts) == ("fp8" in text)
+
+
+@pytest.mark.parametrize(
+    "name, text, often",
+    [
+        ("a.yaml", f"{FACTORY}fsdp: full_shard\ngradient_accumulation_steps: 4", False),
+        ("b.yaml", f"{FACTORY}fsdp: full_shard\naccelerator_config: {{gradient_accumulation_kwargs: "
+                   "{sync_each_batch: true}}", True),
+        ("c.yaml", f"{AXOLOTL}{FSDP}gradient_accumulation_steps: 4", False),
+        ("d.sh", f"{LINE} --deepspeed z2.conf", True),
+        ("e.yaml", f"{AUTOMODEL}}}", False),
+        ("f.yaml", f"{AUTOMODEL}, defer_fsdp_grad_sync: false}}", True),
+        # The schedule of a pipeline sums once, whatever the field.
+        ("g.yaml", f"{AUTOMODEL}, defer_fsdp_grad_sync: false, pp_size: 2}}", False),
+    ],
+)  # fmt: skip
+def test_fsdp_sums_gradients_once_a_step_unless_told(name: str, text: str, often: bool, tmp_path: Path) -> None:
+    """Accelerate and AutoModel do not sum before the last microbatch; DeepSpeed's stages 2 and 3 always do."""
+    for file, content in {**ACCELERATE, name: text}.items():
+        (tmp_path / file).write_text(content)
+    job = read_foreign(tmp_path / name, ONE_B)
+    assert job.account.left_out == {}
+    program = load_program(job.program, job.facts)
+    assert program.software.sums == ("microbatch" if often else "step")
+    sliced = parse_config(
+        {**job.run, "layout": {"data": {"size": 8, "sync": "zero3"}, "ranks_per_node": 8}}, unread=ELSEWHERE
+    )
+    words = str(foreign_words(program, sliced, job.form))
+    assert ("sync_each_batch: true" in words or "defer_fsdp_grad_sync: false" in words) == (often and name != "d.sh")
 
 
 @pytest.mark.parametrize(

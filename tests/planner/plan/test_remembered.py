@@ -173,7 +173,7 @@ def asked(owner: Any, cluster: Cluster) -> Any:
 
 NEEDED = [
     (Estimates, "_alone_memory", ("layout.pipeline.size", "layout.pipeline.chunks", "layout.data", "memory.offload",
-                                  "widens_gradients", "optimizer", "layout.pipeline.partition")),
+                                  "accumulates", "optimizer", "layout.pipeline.partition")),
     (Estimates, "_passes", ("micro", "num_microbatches", "memory.recompute", "layout.pipeline", "precision")),
     (Estimates, "_ending", ("layout.order", "optimizer", "layout.transport", "batch.global_", "bits")),
     (Estimates, "_partition", ("model", "data", "replica_batch", "layout.pipeline.chunks")),

@@ -31,7 +31,7 @@ from meshwright.planner.plan.page import write_plan_page
 from meshwright.planner.plan.predict import Planner
 from meshwright.planner.plan.report import as_dict, render, write_run
 from meshwright.planner.plan.search import SearchResult, layout_text, search, without_savings
-from meshwright.planner.plan.software import Software
+from meshwright.planner.plan.software import Software, load_program
 from meshwright.planner.plan.space import SearchJob, families, fixed_fields, legal_layouts, ranks_of_layer, sizes_of
 from meshwright.ranks.errors import ConfigError
 from tests.planner.plan.clusters import NODES, with_room
@@ -406,6 +406,24 @@ def test_estimates_of_memory_are_near_predictions(words: tuple[str, ...], count:
         shares[layout_text(config)] = models.estimated_memory(config).allocated / predicted
         assert shares[layout_text(config)] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), shares
     assert median(shares.values()) >= 0.9, shares
+
+
+@pytest.mark.parametrize("software", ["fsdp", "automodel"])
+def test_estimates_of_programs_that_sum_once_are_below_predictions(software: str) -> None:
+    """Seconds and memory of slices that are summed once a step, with one microbatch and with several."""
+    program = load_program(software)
+    words = ("model=gpt2-small", "data.sequence=512", "precision={level: O2, dtype: fp16}", "batch={global: 64}")
+    job = SearchJob(parse_config({}, words), with_room(10**15), 8, known=program.layouts)
+    models, shares, seen = Estimates(Planner(job.cluster, program.software)), [], set()
+    sliced = [each for each in legal_layouts(job) if each.layout.data.strategy.slices and each.layout.data.size > 2]
+    for config in random.Random(0).sample(sliced, 12):
+        predicted = models.planner.predict(config)
+        assert models.estimated_seconds(config) <= predicted.seconds * 1.001, layout_text(config)
+        shares.append(models.estimated_memory(config).allocated / predicted.fullest.allocated)
+        assert shares[-1] <= (1.01 if config.layout.pipeline.size == 1 else 1.2), layout_text(config)
+        seen.add(config.accumulates)
+    assert seen == {False, True}
+    assert median(shares) >= 0.9, shares
 
 
 def test_a_middle_stage_may_hold_the_most_activations() -> None:

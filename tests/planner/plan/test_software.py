@@ -273,6 +273,50 @@ def test_slices_without_float32_masters_keep_the_runs_dtype(change: dict[str, st
     assert on_gpus(config, slice_dtype="float32").memory == on_gpus(config).memory
 
 
+@pytest.mark.parametrize("sync", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("dtype", ["run", "float32"])
+def test_whole_gradients_are_held_until_a_step_sums_them_once(sync: str, dtype: str) -> None:
+    """As under no_sync of torch's FSDP: gradients of half-precision weights are whole, in this dtype, and sent once."""
+    config = with_field(llama(), "layout.data", DataParallel(size=8, sync=sync))
+    config = with_field(config, "batch.global_", 8 * config.batch.global_)
+    often, once = (on_gpus(config, sums=sums, slice_dtype=dtype) for sums in ("microbatch", "step"))
+    assert config.num_microbatches > 1
+    if sync == "zero1":
+        assert (often.memory, often.seconds) == (once.memory, once.seconds)
+        return
+    (each,), (late,) = often.memory, once.memory
+    assert (late.weights, late.states) == (each.weights, each.states)
+    replicas = on_gpus(
+        with_field(with_field(config, "layout.data.sync", "allreduce"), "precision.accumulate", "stored")
+    )
+    whole = replicas.memory[0].gradients
+    assert late.temporaries >= whole, "until the sum"
+    assert once.seconds < often.seconds
+    sent = [
+        sum(entry.sent_bytes for (_, verb), entry in each.traffic[0].items() if verb == "reduce_scatter")
+        for each in (often, once)
+    ]
+    assert sent[0] == pytest.approx(2 * config.num_microbatches * sent[1], rel=0.01), "also half as wide"
+    single = with_field(config, "batch.micro", config.replica_batch)
+    assert on_gpus(single, sums="step", slice_dtype=dtype) == on_gpus(single, slice_dtype=dtype)
+
+
+def test_a_published_run_fits_only_if_gradients_are_summed_in_every_microbatch() -> None:
+    """NeMo AutoModel's recipe of Llama 3.1 70B on 64 H100 must not wait with sums, or memory runs out (its
+    custom_llama3_1_70b_pretrain_benchmark_8nodes.yaml, the comment at defer_fsdp_grad_sync)."""
+    config = parse_config({
+        "model": "llama-3.1-70b", "data": {"sequence": 8192}, "batch": {"global": 128, "micro": 1},
+        "precision": {"level": "O2", "dtype": "bf16", "accumulate": "stored"}, "memory": {"recompute": 1},
+        "layout": {"data": {"size": 32, "sync": "zero3"}, "context": {"size": 2, "kind": "ring"}, "ranks_per_node": 8},
+    })  # fmt: skip
+    program, cluster = load_program("automodel").software, load_cluster("dgx-h100")
+    often, once = (
+        Planner(cluster, program.model_copy(update={"sums": sums})).predict(config) for sums in ("microbatch", "step")
+    )
+    assert (often.fits, once.fits) == (True, False)
+    assert once.worst_memory > often.worst_memory + 1.8 * 70e9
+
+
 def test_wide_gradients_are_float32_in_a_step_of_one_microbatch_too() -> None:
     one, several = llama(32), llama()
     assert (one.widens_gradients, several.widens_gradients) == (False, True)
