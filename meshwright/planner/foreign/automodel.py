@@ -80,9 +80,8 @@ def read_automodel(path: Path, asked: Asked, tree: Mapping[str, Any]) -> Foreign
         facts.append("slice_dtype=float32")
     else:
         run |= in_bf16(account)
-    # The schedule of a pipeline sums once a step, whatever the field (components/moe/fsdp_mixin.py).
-    if not account.flag("distributed.defer_fsdp_grad_sync", default=True) and stages == 1:
-        facts.append("sums=microbatch")
+    if not account.flag("distributed.defer_fsdp_grad_sync", default=True):  # without effect on torch's pipelines
+        facts.append("sums=stages")
     loss = str(account.get("loss_fn._target_", default=""))
     if "FusedLinear" in loss or "Chunked" in loss:
         facts.append("logits=slices")

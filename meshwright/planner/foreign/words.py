@@ -246,7 +246,7 @@ def automodel_words(config: Config, program: Program) -> Iterator[str]:
     yield f"  sequence_parallel: {str(_tensor(config) > 1 and layout.tensor.cuts_sequences).lower()}"
     yield f"  activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
     yield f"  reshard_after_forward: {str(data.strategy.gathers).lower()}"
-    if program.software.sums == "microbatch":
+    if program.software.sums != "step":
         yield "  defer_fsdp_grad_sync: false"
     if stages > 1:
         chunks = layout.pipeline.chunks

@@ -27,7 +27,7 @@ from meshwright.config.registry import load_entry
 from meshwright.planner.plan.memory import Memory, Parameter, Peak
 from meshwright.planner.plan.recorder import Program, Recorder
 from meshwright.planner.plan.remembered import remembered
-from meshwright.planner.plan.software import HALF, Software
+from meshwright.planner.plan.software import HALF, Software, Sums
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
@@ -290,12 +290,17 @@ class HeldParameters:
 class Buckets:
     """Plans buckets, and caches the programs of equal ones. `casts`: Software.slice_dtype is float32. `low_weight`:
     bytes of an element of a linear's weight beyond the run's format (Software.low_weight). `nearest`:
-    Software.rounding is nearest. `late`: Software.sums is step."""
+    Software.rounding is nearest. `when`: Software.sums."""
 
     casts: bool = False
     low_weight: float = 0.0
     nearest: bool = False
-    late: bool = False
+    when: Sums = "microbatch"
+
+    def are_late(self, config: Config) -> bool:
+        """Return whether sliced gradients are summed once, at the step's end."""
+        late = self.when == "step" or (self.when == "stages" and config.layout.pipeline.size > 1)
+        return late and config.layout.data.strategy.slices and config.accumulates
 
     def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
         """Return a rank's buckets, in the order in which buckets are sent."""
@@ -305,7 +310,7 @@ class Buckets:
             grid = Grid(tuple((name, 1) for name in grid.names), (grid.names[0], 1) if grid.copies else None)
         sync = config.layout.data.strategy
         policy, widens = load_entry(sync.policy)(), config.widens_gradients
-        late = self.late and sync.slices and config.accumulates
+        late = self.are_late(config)
         buckets: list[PlannedBucket] = []
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
         known: dict[Hashable, tuple[Any, ...]] = {}
@@ -323,7 +328,7 @@ class Buckets:
                     comms[key.sum_axes] = mesh.comm(*key.sum_axes), each
                 comm, sizes = comms[key.sum_axes]
                 num_elements = padded(elements, comm.size)
-                summed_in = key.dtype if late else gradient_dtype(key.dtype, widens)
+                summed_in = gradient_dtype(key.dtype, widens and not (late and self.when == "step"))
                 ranks = tuple(zip(key.sum_axes, sizes, strict=True))
                 sums = self._sums(
                     sync.policy, key.dtype, summed_in, num_elements, ranks, comm.index, key.segments, key.rule.trained

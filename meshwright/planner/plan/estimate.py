@@ -154,7 +154,7 @@ class Estimates:
 
     def _earlier_sums(self, config: Config) -> int:
         """Return the number of sums of sliced gradients before the step's last microbatch."""
-        sums = config.layout.data.strategy.slices and not self.planner.buckets.late
+        sums = config.layout.data.strategy.slices and not self.planner.buckets.are_late(config)
         return config.num_microbatches - 1 if sums else 0
 
     def least_with_sums(self, config: Config, every: tuple[Links, ...], cutoff: float) -> float:

@@ -114,7 +114,7 @@ class Planner:
             self.software.slice_dtype == "float32",
             self.software.low_weight(device),
             self.software.rounding == "nearest",
-            self.software.sums == "step",
+            self.software.sums,
         )
 
     def on(self, cluster: Cluster) -> Planner:

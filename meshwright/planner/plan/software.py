@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 CutBy = Literal["data", "tensor", "context", "stages", "experts"]
 Communication = Literal["sums", "gathers", "layers", "experts"]
+Sums = Literal["microbatch", "step", "stages"]
 
 
 class Software(Section):
@@ -108,9 +109,10 @@ class Software(Section):
     """Workspaces of the additional streams that multiply a model's experts."""
     layers_bytes: tuple[Size | Literal[0], Size | Literal[0]] = (0, 0)
     """Workspaces of products that run beside the messages between a layer's tensor ranks, cut by sequence."""
-    sums: Literal["microbatch", "step"] = "microbatch"
-    """How often sliced gradients are summed: in every microbatch; or once a step, until which a rank holds whole ones
-    in the weights' dtype, as under no_sync of torch's FSDP."""
+    sums: Sums = "microbatch"
+    """How often sliced gradients are summed. microbatch: in every one. step: once a step; until then a rank holds whole
+    gradients in the weights' dtype, as under no_sync of torch's FSDP. stages: once a step if there are several stages,
+    as in torch's pipelines; whole gradients then have the sums' dtype."""
     slices: Literal["views", "copies"] = "views"
     """Whether parameters are views of the memory of gathers and sums, or are copied out and in."""
     builds: Literal["whole", "parts"] = "whole"

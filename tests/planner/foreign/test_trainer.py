@@ -107,8 +107,7 @@ def test_fp8_is_mixed_precision_with_bf16(name: str, text: str, precision: str, 
         ("d.sh", f"{LINE} --deepspeed z2.conf", True),
         ("e.yaml", f"{AUTOMODEL}}}", False),
         ("f.yaml", f"{AUTOMODEL}, defer_fsdp_grad_sync: false}}", True),
-        # The schedule of a pipeline sums once, whatever the field.
-        ("g.yaml", f"{AUTOMODEL}, defer_fsdp_grad_sync: false, pp_size: 2}}", False),
+        ("g.yaml", f"{AUTOMODEL}, defer_fsdp_grad_sync: false, pp_size: 2}}", True),
     ],
 )  # fmt: skip
 def test_fsdp_sums_gradients_once_a_step_unless_told(name: str, text: str, often: bool, tmp_path: Path) -> None:
@@ -118,7 +117,7 @@ def test_fsdp_sums_gradients_once_a_step_unless_told(name: str, text: str, often
     job = read_foreign(tmp_path / name, ONE_B)
     assert job.account.left_out == {}
     program = load_program(job.program, job.facts)
-    assert program.software.sums == ("microbatch" if often else "step")
+    assert program.software.sums == (("stages" if job.program == "automodel" else "microbatch") if often else "step")
     sliced = parse_config(
         {**job.run, "layout": {"data": {"size": 8, "sync": "zero3"}, "ranks_per_node": 8}}, unread=ELSEWHERE
     )

@@ -301,6 +301,21 @@ def test_whole_gradients_are_held_until_a_step_sums_them_once(sync: str, dtype: 
     assert on_gpus(single, sums="step", slice_dtype=dtype) == on_gpus(single, slice_dtype=dtype)
 
 
+@pytest.mark.parametrize("sync", ["zero2", "zero3"])
+def test_torchs_pipelines_sum_gradients_once_a_step(sync: str) -> None:
+    """In the dtype of the sums, and only with several stages."""
+    one = with_field(with_field(llama(), "model.layers", 24), "layout.data", DataParallel(size=4, sync=sync))
+    one = with_field(one, "batch.global_", 4 * one.batch.global_)
+    two = with_field(with_field(one, "layout.pipeline.size", 2), "layout.pipeline.schedule", "1f1b")
+    assert on_gpus(one, sums="stages") == on_gpus(one)
+    often, once = on_gpus(two), on_gpus(two, sums="stages")
+    assert once.seconds < often.seconds
+    weights = on_gpus(with_field(two, "layout.data.sync", "allreduce")).memory[0].weights
+    grown = once.memory[0].temporaries - often.memory[0].temporaries
+    assert 0 < grown <= 2 * weights * 1.01, "float32, less the buckets that pass in both"
+    assert on_gpus(two, sums="step").memory[0].temporaries < once.memory[0].temporaries, "bf16"
+
+
 def test_a_published_run_fits_only_if_gradients_are_summed_in_every_microbatch() -> None:
     """NeMo AutoModel's recipe of Llama 3.1 70B on 64 H100 must not wait with sums, or memory runs out (its
     custom_llama3_1_70b_pretrain_benchmark_8nodes.yaml, the comment at defer_fsdp_grad_sync)."""
