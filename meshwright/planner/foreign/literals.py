@@ -26,6 +26,8 @@ from meshwright.ranks.errors import ConfigError
 
 CALLED = "()"
 ELSEWHERE = "a function of another file"
+QUIET = ("print", "log", "valid", "check")
+"""Parts of the names of functions that set no fields."""
 """The key for a called function's name: `training.()` is TrainingConfig."""
 MOST_CALLS = 20
 """Most nested calls between functions of the file."""
@@ -205,8 +207,24 @@ class _Reader:
             self.assign(node.target, self.value(ast.BinOp(node.target, node.op, node.value)))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self.value(node.value)
+            self.note_effect(node.value)
         elif isinstance(node, ast.FunctionDef):
             self.functions[node.name] = node
+
+    def note_effect(self, node: ast.Call) -> None:
+        """Give each section that another file's function gets an entry `function()`, since the function may set its
+        fields."""
+        name = ast.unparse(node.func)
+        methods = [each for names in METHODS.values() for each in names]
+        known = {name, name.rpartition(".")[2]} & {*self.functions, *BUILT_IN, *methods, "setattr"}
+        if known or any(word in name for word in QUIET):
+            return
+        for argument in node.args:
+            held = self.value(argument) if isinstance(argument, ast.Name | ast.Attribute) else None
+            if isinstance(argument, ast.Attribute) and held == ast.unparse(argument):
+                held = self.value(argument, make=True)
+            if isinstance(held, dict):
+                held[f"{name}()"] = ELSEWHERE
 
     def branch(self, node: ast.If | ast.Match) -> Sequence[ast.stmt]:
         """Return the statements of the branch that is taken; none, and a note, if a value is unknown."""

@@ -793,6 +793,8 @@ def dispatched(given: Arguments, bridge: bool) -> tuple[str, ...]:
     if given.on("deepspeed"):
         return ("dispatch=alltoall", ONE_STREAM)
     dispatcher = given.word("moe-token-dispatcher-type", KINDS, "flex" if told else None)
+    if given.get("apply-flex-dispatcher-backend()") and told:  # Megatron-Bridge's training/flex_dispatcher_backend.py
+        dispatcher = "flex"
     if dispatcher is None:
         dispatcher, why = ("alltoall", "Megatron-Bridge's providers") if bridge else ("allgather", DEFAULT)
         given.account.assume("moe-token-dispatcher-type", dispatcher, why)

@@ -840,6 +840,31 @@ def test_a_recipe_begins_with_a_function_of_the_program(
 
 
 @pytest.mark.parametrize(
+    "calls, dispatch, left",
+    [
+        (["apply_flex_dispatcher_backend(cfg.model, cfg.model.moe_flex_dispatcher_backend)"], "deepep", []),
+        (["model = cfg.model", "apply_flex_dispatcher_backend(model, 'deepep')"], "deepep", []),
+        ([], "alltoall", []),
+        (["print(cfg.model)", "logger.info(cfg)", "validate_config(cfg)"], "alltoall", []),
+        (["ours.with_overlap(cfg)", "tune(cfg.ddp, 3)"], "alltoall", ["ddp.tune()", "ours.with_overlap()"]),
+    ],
+)
+def test_a_function_that_gets_a_section_may_set_its_fields(
+    calls: list[str], dispatch: str, left: list[str], tmp_path: Path
+) -> None:
+    lines = [
+        "cfg = _pretrain_common()", "cfg.model = Qwen3MoEModelProvider30B_A3B()", "cfg.model.seq_length = 4096",
+        "cfg.model.expert_model_parallel_size = 8", "cfg.model.moe_token_dispatcher_type = 'alltoall'",
+        "cfg.model.moe_flex_dispatcher_backend = 'deepep'", *calls, "return cfg",
+    ]  # fmt: skip
+    text = "from megatron.bridge import AutoBridge\ndef mine():\n" + "".join(f"    {line}\n" for line in lines)
+    (tmp_path / "recipe.py").write_text(text)
+    job = read_foreign(tmp_path / "recipe.py:mine", Asked(devices=8))
+    assert f"dispatch={dispatch}" in job.facts
+    assert sorted(job.account.left_out) == left
+
+
+@pytest.mark.parametrize(
     "base, field", [("_peft_common", "rng.seed = 1"), ("_sft_common", 'peft = default_peft_config("lora")')]
 )
 def test_a_recipe_of_adapters_is_refused(base: str, field: str, tmp_path: Path) -> None:
