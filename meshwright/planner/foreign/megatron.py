@@ -55,7 +55,7 @@ wait jobid kill-on-bad-exit cpus-per-task gpus-per* ntasks* container-* mpi cpu-
 max_epochs distributed-backend load_from_cache_file num_train_epochs dataset_num_proc compute_environment debug
 downcast_bf16 main_* num_machines same_network use_cpu tpu_* gpu_ids *gradient_clipping logging_steps
 *moe-eval-capacity* lr_warmup* model_author model_name *dataset *dataset[!.]* *dataset.[!p]* *dataset.p[!a]*
-*dataset.pa[!c]* *query-key-layer-scaling extra-vocab-size
+*dataset.pa[!c]* *query-key-layer-scaling extra-vocab-size mixed_precision.autocast_enabled mixed_precision.params_dtype
 """
 """Arguments that change neither seconds nor bytes of a step, or only in ways that a plan cannot express."""
 GPT2_TOKENS, QWEN_TOKENS = 50257, 151643
@@ -121,10 +121,13 @@ class Arguments:
         self._defaults, self._source = defaults, source
         # A flag without a value is true; `--no-...` is a separate name.
         self.account = Account({name: True if value == "" else value for name, value in tree.items()}, HARMLESS)
-        names = [name for name, value in fields_of(tree)]
         self._full: dict[str, str] = {}
-        for name in names:
-            self._full.setdefault(name.rpartition(".")[2].replace("_", "-"), name)
+        self._again: dict[str, list[str]] = {}
+        leaves = dict(fields_of(tree))
+        for name, value in leaves.items():
+            first = self._full.setdefault(name.rpartition(".")[2].replace("_", "-"), name)
+            if name != first and value == leaves[first]:  # ddp.grad_reduce_in_fp32 and mixed_precision.grad_reduce_...
+                self._again.setdefault(first, []).append(name)
         for alias, flag in ALIASES.items():
             if alias in self._full:
                 self._full.setdefault(flag, self._full[alias])
@@ -134,7 +137,10 @@ class Arguments:
         """Return a flag's value."""
         if flag in self._defaults:
             default, why = self._defaults[flag], self._source
-        value = self.account.get(self._full.get(flag, flag), default=default, why=why)
+        full = self._full.get(flag, flag)
+        value = self.account.get(full, default=default, why=why)
+        for same in self._again.get(full, ()):
+            self.account.get(same)
         if isinstance(value, str) and re.fullmatch(r"\$\{?\d+\}?", value):
             valid = "a file with the line `bash SCRIPT ARGUMENTS` beside it"
             raise ConfigError.of(f"--{flag}", value, "is an argument of the script", valid)
@@ -277,7 +283,7 @@ def read_arguments(
         accumulation=given.number("num-micro-batches"),
         offload="host" if given.on("optimizer-cpu-offload") and offload == "none" else offload,
     )  # fmt: skip
-    run |= stored(given)
+    run |= stored(given, bridge)
     if written := partition_of(given, stages, degrees.chunks, layers_of(model)):
         run["layout"]["pipeline"]["partition"] = written
     given.agree("optimizer-offload-fraction", "1", "1.0")
@@ -710,15 +716,25 @@ def precision_of(given: Arguments, bridge: bool) -> str:
     return ("fp16" if "fp16" in word else "bf16") if bridge else "float32"
 
 
-def stored(given: Arguments) -> Tree:
+def stored(given: Arguments, bridge: str) -> Tree:
     """Return the run's fields for gradients and optimizer states in other formats than Megatron-LM's float32.
+
+    Args:
+        given: The arguments.
+        bridge: As in `read_arguments`.
 
     Raises:
         ConfigError: A format of the states has no counterpart here.
     """
     fields: Tree = {}
-    if given.on("grad-reduce-in-bf16") or str(given.get("grad-reduce-in-fp32", True)).lower() == "false":
-        fields["precision"] = {"level": "O2", "dtype": "bf16", "accumulate": "stored"}
+    wide = given.get("grad-reduce-in-fp32", True)
+    recipe = str(given.get("mixed-precision", "bf16_mixed" if bridge in BRIDGE else ""))
+    if bridge and (recipe or given.has("mixed_precision")):
+        # The format replaces the field of ddp (Megatron-Bridge's training/mixed_precision.py, setup).
+        usual = "fp16" not in recipe and "grad_reduce" not in recipe
+        wide = given.account.get("mixed_precision.grad_reduce_in_fp32", default=usual)
+    if given.on("grad-reduce-in-bf16") or str(wide).lower() == "false":
+        fields["precision"] = {"level": "O2", "dtype": precision_of(given, bool(bridge)), "accumulate": "stored"}
     aware = given.on("use-precision-aware-optimizer")
     states = {given.word(flag, FORMATS, "float32") for flag in ("exp-avg-dtype", "exp-avg-sq-dtype")}
     if aware and states == {"bf16"}:

@@ -359,8 +359,11 @@ def _deepseek_v3_common(
     return ConfigContainer(
         model=model_cfg, optimizer=opt_config,
         train=TrainingConfig(global_batch_size=global_batch_size, micro_batch_size=1),
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=True),
-        mixed_precision="bf16_mixed",
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        mixed_precision=MixedPrecisionConfig(
+            bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_enabled=False,
+            grad_reduce_in_fp32=False,
+        ),
     )
 """
 ONE_B = {"model": "llama-3.2-1b", "sequence": 2048, "batch": 32}

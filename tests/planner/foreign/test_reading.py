@@ -795,7 +795,10 @@ def test_the_formats_of_a_recipe_are_read(mixed: str, dtype: str, products: list
         f"    {'cfg.mixed_precision.fp8_param_gather = False' if '(' in mixed else 'pass'}\n    return cfg\n"
     )
     job = read_foreign(path.with_name("recipe.py:mine"), Asked(devices=8))
-    assert (job.run["model"], job.run["precision"]) == ("llama-3.2-1b", dtype)
+    assert job.run["model"] == "llama-3.2-1b"
+    # fp16_mixed sums gradients in fp16, MixedPrecisionConfig(fp16=True) in float32.
+    in_fp16 = {"level": "O2", "dtype": "fp16", "accumulate": "stored"}
+    assert job.run["precision"] == (in_fp16 if "fp16_mixed" in mixed else dtype)
     assert [each for each in job.facts if each.startswith("products")] == products
     is_left = any("mixed_precision" in name and "gather" not in name for name in job.account.left_out)
     assert is_left == any(word in mixed for word in ("nvfp4", "another"))
@@ -837,6 +840,29 @@ def test_a_recipe_begins_with_a_function_of_the_program(
     assert (config.batch.global_, config.micro) == (batch, micro)
     assert f"overlapped={overlapped}" in job.facts
     assert sorted(job.account.left_out) == left
+
+
+@pytest.mark.parametrize(
+    "fields, accumulate",
+    [
+        ([], "float32"),
+        (["ddp.grad_reduce_in_fp32 = False"], "float32"),  # bf16_mixed replaces this
+        (["ddp.grad_reduce_in_fp32 = False", 'mixed_precision = "bf16_with_mxfp8_mixed"'], "float32"),
+        (["ddp.grad_reduce_in_fp32 = False", "mixed_precision = bf16_mixed()",
+          "mixed_precision.grad_reduce_in_fp32 = False"], "stored"),
+        (["ddp.grad_reduce_in_fp32 = True", "mixed_precision = bf16_mixed()",
+          "mixed_precision.grad_reduce_in_fp32 = False"], "stored"),
+        (["mixed_precision = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False)"], "stored"),
+        (["mixed_precision = MixedPrecisionConfig(bf16=True)", "ddp.grad_reduce_in_fp32 = False"], "float32"),
+    ],
+)  # fmt: skip
+def test_the_format_replaces_the_gradients_of_ddp(fields: list[str], accumulate: str, tmp_path: Path) -> None:
+    text = RECIPE.format("_pretrain_common") + "".join(f"    cfg.{field}\n" for field in fields) + "    return cfg\n"
+    (tmp_path / "recipe.py").write_text(text)
+    job = read_foreign(tmp_path / "recipe.py:mine", Asked(devices=8))
+    config = parse_config(job.run | {"layout": job.run["layout"] | {"ranks_per_node": 8}}, unread=ELSEWHERE)
+    assert config.precision.accumulate == accumulate
+    assert job.account.left_out == {}
 
 
 @pytest.mark.parametrize(
